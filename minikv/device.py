@@ -1,0 +1,151 @@
+"""Which device and tier this process runs on, synchronising, memory facts, and ``doctor()``.
+
+Three tiers, best first: ``cuda`` (compiled Triton kernels), ``interpreter`` (Triton's interpreter on the CPU) and
+``torch`` (no Triton at all). On a CPU the fast path is always PyTorch; interpreted kernels run only where asked by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from minikv.errors import ArgumentError, StateError
+
+if TYPE_CHECKING:
+    from minikv.doctor import Report
+
+
+def tier(device: torch.device | str | None = None) -> str:
+    """The tier that kernels on `device` (default: this machine's best device) run in.
+
+    Returns
+    -------
+    str
+        ``"cuda"``, ``"interpreter"`` (Triton installed, no GPU) or ``"torch"`` (no Triton).
+    """
+    if pick_device("auto" if device is None else device).type == "cuda":
+        return "cuda" if have_triton() else "torch"
+    return "interpreter" if have_triton() else "torch"
+
+
+def have_triton() -> bool:
+    """Whether Triton is installed; does not import it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def pick_device(device: torch.device | str = "auto") -> torch.device:
+    """Turn ``"auto"``, a name or a device into a usable device.
+
+    Raises
+    ------
+    ArgumentError
+        For a name PyTorch does not know, or ``"cuda"`` on a machine without a CUDA device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise ArgumentError("device", device, "use 'auto', 'cpu' or 'cuda'") from e
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device", device, "this machine has no usable CUDA device; use 'cpu' or 'auto'")
+    if chosen.type not in ("cpu", "cuda"):
+        raise ArgumentError("device", device, "minikv runs on 'cpu' and 'cuda'")
+    return chosen
+
+
+def use_triton(choice: str, device: torch.device | str) -> bool:
+    """Resolve a ``backend=`` or ``kernels=`` argument: True for Triton, False for PyTorch.
+
+    Parameters
+    ----------
+    choice
+        ``"auto"`` (Triton on CUDA, PyTorch on the CPU), ``"triton"`` or ``"torch"``.
+    device
+        Where the tensors live.
+
+    Raises
+    ------
+    ArgumentError
+        For another word.
+    StateError
+        For ``"triton"`` where Triton is not installed, or on CPU tensors in a process that compiles for CUDA.
+    """
+    if choice not in ("auto", "triton", "torch"):
+        raise ArgumentError("backend", choice, "use 'auto', 'triton' or 'torch'")
+    on_cuda = torch.device(device).type == "cuda"
+    if choice == "torch" or (choice == "auto" and not (on_cuda and have_triton())):
+        return False
+    if not have_triton():
+        raise StateError("backend='triton': Triton is not installed; use 'torch', or on Linux: pip install triton")
+    if not on_cuda:
+        from minikv._triton import INTERPRETED
+
+        if not INTERPRETED:
+            raise StateError(
+                "backend='triton' on CPU tensors: Triton was imported in compiling mode; use 'torch', move the tensors to "
+                "CUDA, or set TRITON_INTERPRET=1 before starting Python"
+            )
+    return True
+
+
+def refuse_interpreted_bf16(**tensors: torch.Tensor | None) -> None:
+    """Raise for bfloat16 CPU tensors on their way to an interpreted kernel.
+
+    The interpreter keeps bf16 as raw 16-bit integers, so a dot multiplies bit patterns and is wrong without any error.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu":
+            raise ArgumentError(
+                name, tensor.dtype, "Triton's interpreter computes bfloat16 wrongly; use float32 or float16, or backend='torch'"
+            )
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait until `device` has finished everything queued on it (a no-op on the CPU)."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """Free and total memory of a device, in bytes."""
+
+    free: int
+    total: int
+
+
+def memory_facts(device: torch.device | str) -> MemoryFacts:
+    """Free and total bytes of a CUDA device, or of this machine's main memory for the CPU."""
+    if torch.device(device).type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return MemoryFacts(free, total)
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return MemoryFacts(memory.available, memory.total)
+
+
+def default_dtype(device: torch.device | str) -> torch.dtype:
+    """The dtype that ``dtype="auto"`` means: bf16 on sm80 and newer, fp16 on older GPUs, fp32 on the CPU."""
+    if torch.device(device).type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+def doctor(file: object = None) -> Report:
+    """Print what this machine offers minikv, and the one command that repairs each lack.
+
+    Returns
+    -------
+    Report
+        The same facts as fields; see :class:`minikv.doctor.Report`.
+    """
+    from minikv.doctor import examine
+
+    report = examine()
+    print(report, file=file)  # type: ignore[arg-type]
+    return report

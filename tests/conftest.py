@@ -1,0 +1,30 @@
+"""What all rooms' tests share: the devices that kernels are tested on, and repeatable random numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minikv._triton import HAVE_TRITON
+
+CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Kernels run interpreted on ``cpu`` and, in ``-m gpu`` runs, compiled on ``cuda``."""
+    if request.param == "cpu" and (CUDA or not HAVE_TRITON):
+        pytest.skip("kernels are compiled for CUDA in this process" if CUDA else "Triton is not installed")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not CUDA:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
