@@ -2,7 +2,7 @@
 
 Triton reads ``TRITON_INTERPRET`` once, when it is first imported, and cannot switch later. So the choice is made here:
 with a CUDA device kernels are compiled; without one they run in Triton's interpreter (slow, but the same kernel code);
-without Triton (macOS, Windows) a stub stands in, so that kernel files still import and say what is missing when launched.
+without Triton (macOS, Windows) a stub stands in: kernel files still import, and say what is missing when launched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ except ImportError:
     def _jit(fn: Any = None, **_: Any) -> Any:
         return _MissingKernel(fn) if fn is not None else _MissingKernel
 
-    triton = SimpleNamespace(jit=_jit, cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length())
+    triton = SimpleNamespace(
+        jit=_jit, cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length()
+    )
     tl = SimpleNamespace(constexpr=object, constexpr_function=lambda fn: fn)
     HAVE_TRITON = False
 

@@ -1,7 +1,7 @@
 """Which device and tier this process runs on, synchronising, memory facts, and ``doctor()``.
 
 Three tiers, best first: ``cuda`` (compiled Triton kernels), ``interpreter`` (Triton's interpreter on the CPU) and
-``torch`` (no Triton at all). On a CPU the fast path is always PyTorch; interpreted kernels run only where asked by name.
+``torch`` (no Triton at all). On a CPU the fast path is PyTorch; interpreted kernels run only where asked by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from minikv.errors import ArgumentError, StateError
 
 if TYPE_CHECKING:
-    from minikv.doctor import Report
+    from minikv.report import Report
 
 
 def tier(device: torch.device | str | None = None) -> str:
@@ -86,8 +86,8 @@ def use_triton(choice: str, device: torch.device | str) -> bool:
 
         if not INTERPRETED:
             raise StateError(
-                "backend='triton' on CPU tensors: Triton was imported in compiling mode; use 'torch', move the tensors to "
-                "CUDA, or set TRITON_INTERPRET=1 before starting Python"
+                "backend='triton' on CPU tensors: Triton was imported in compiling mode; use 'torch', move the tensors "
+                "to CUDA, or set TRITON_INTERPRET=1 before starting Python"
             )
     return True
 
@@ -100,7 +100,9 @@ def refuse_interpreted_bf16(**tensors: torch.Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu":
             raise ArgumentError(
-                name, tensor.dtype, "Triton's interpreter computes bfloat16 wrongly; use float32 or float16, or backend='torch'"
+                name,
+                tensor.dtype,
+                "Triton's interpreter computes bfloat16 wrongly; use float32 or float16, or backend='torch'",
             )
 
 
@@ -142,9 +144,9 @@ def doctor(file: object = None) -> Report:
     Returns
     -------
     Report
-        The same facts as fields; see :class:`minikv.doctor.Report`.
+        The same facts as fields; see :class:`minikv.report.Report`.
     """
-    from minikv.doctor import examine
+    from minikv.report import examine
 
     report = examine()
     print(report, file=file)  # type: ignore[arg-type]
