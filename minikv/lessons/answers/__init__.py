@@ -1,0 +1,1 @@
+"""Solutions and known wrong answers, out of a learner's first sight."""
