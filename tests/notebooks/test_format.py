@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_headings(book) -> None:
             levels += [len(mark) for mark in re.findall(r"^(#+) ", text, re.M)]
     assert levels[0] == 1
     assert levels.count(1) == 1
-    assert all(b - a <= 1 for a, b in zip(levels, levels[1:], strict=False)), levels
+    assert all(b - a <= 1 for a, b in itertools.pairwise(levels)), levels
 
 
 def test_the_first_cell_states_question_time_and_tiers(book) -> None:
