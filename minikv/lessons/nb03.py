@@ -1,0 +1,149 @@
+"""Exercises of notebook 03: contiguous memory, first fit, and a refusal with memory to spare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from minikv.lessons.engine import Case, Exercise
+
+# A trace is a list of ("alloc", name, size) and ("free", name); freeing a refused request does nothing.
+
+
+def _first_fit_oracle(capacity: int, trace: list[Any]) -> list[int | None]:
+    """Try every address from the left, cell by cell."""
+    cells: list[Any] = [None] * capacity
+    starts: list[int | None] = []
+    for event in trace:
+        if event[0] == "free":
+            cells = [None if cell == event[1] else cell for cell in cells]
+            continue
+        _, name, size = event
+        places = (i for i in range(capacity - size + 1) if all(cell is None for cell in cells[i : i + size]))
+        start = next(places, None)
+        starts.append(start)
+        if start is not None:
+            cells[start : start + size] = [name] * size
+    return starts
+
+
+def _trace_picture(case: Case, expected: Any, got: Any) -> str:
+    capacity, trace = case.args
+    cells, starts, lines = ["."] * capacity, iter(expected), []
+    for event in trace:
+        if event[0] == "alloc" and (start := next(starts)) is not None:
+            cells[start : start + event[2]] = [str(event[1])[:1]] * event[2]
+        elif event[0] == "free":
+            cells = ["." if cell == str(event[1])[:1] else cell for cell in cells]
+        lines.append(f"  {''.join(cells)}   after {event}")
+    return "memory, first fit:\n" + "\n".join(lines[:14])
+
+
+def _first_fit_grid() -> Iterator[Case]:
+    yield Case((8, []), "no requests")
+    yield Case((8, [("alloc", "a", 8)]), "exactly all of it")
+    yield Case((8, [("alloc", "a", 9)]), "one cell too many: None")
+    yield Case(
+        (8, [("alloc", "a", 3), ("alloc", "b", 3), ("free", "a"), ("alloc", "c", 2)]),
+        "a hole is used again, from its left",
+    )
+    yield Case(
+        (8, [("alloc", "a", 3), ("alloc", "b", 2), ("alloc", "c", 3), ("free", "a"), ("free", "c"), ("alloc", "d", 4)]),
+        "six cells free, but no four of them together",
+    )
+    yield Case(
+        (8, [("alloc", "a", 2), ("alloc", "b", 2), ("free", "a"), ("free", "b"), ("alloc", "c", 4)]),
+        "two holes become one",
+    )
+    yield Case(
+        (4, [("alloc", "a", 4), ("alloc", "b", 1), ("free", "a"), ("alloc", "c", 1)]),
+        "a refused request leaves no trace",
+    )
+    yield Case(
+        (10, [("alloc", "a", 2), ("alloc", "b", 4), ("alloc", "c", 2), ("free", "b"), ("alloc", "d", 2)]),
+        "first, not best",
+    )
+
+
+def _first_fit_random(rng: np.random.Generator) -> Case:
+    alive, trace = [], []
+    for i in range(int(rng.integers(1, 14))):
+        if alive and rng.random() < 0.4:
+            trace.append(("free", alive.pop(int(rng.integers(len(alive))))))
+        else:
+            name = chr(97 + i)
+            alive.append(name)
+            trace.append(("alloc", name, int(rng.integers(1, 9))))
+    return Case((16, trace))
+
+
+FIRST_FIT = Exercise(
+    id="03-first-fit",
+    title="First fit",
+    statement=(
+        "Memory is `capacity` cells in a row. The trace has `('alloc', name, size)` and `('free', name)`. Give each request the "
+        "leftmost place with `size` free cells side by side. Return one start address per alloc, in order, or None where no "
+        "place is large enough. With capacity 8: alloc a 3, alloc b 3, free a, alloc c 2 gives `[0, 3, 0]`."
+    ),
+    signature="def first_fit(capacity, trace)",
+    worked=Case((8, [("alloc", "a", 3), ("alloc", "b", 3), ("free", "a"), ("alloc", "c", 2)]), "the worked case"),
+    grid=_first_fit_grid,
+    random=_first_fit_random,
+    oracle=_first_fit_oracle,
+    picture=_trace_picture,
+    hints=(
+        "A list of cells, each None or a name, is the simplest state.",
+        "A start i is good when all of cells[i : i + size] are free and i + size <= capacity.",
+        "Loop i upwards and take the first good one; a refused request changes nothing.",
+    ),
+)
+
+
+def _judge_refused(case: Case, expected: Any, got: Any) -> str | None:
+    (capacity,) = case.args
+    if not isinstance(got, list | tuple) or not got or got[-1][0] != "alloc":
+        return f"returned {got!r:.80}; return a trace (a list of events) that ends with an alloc"
+    starts = _first_fit_oracle(capacity, list(got))
+    if starts[-1] is not None:
+        return f"the last alloc is not refused: it fits at address {starts[-1]}"
+    free, sizes = capacity, {}
+    for event, start in _with_starts(got, starts[:]):
+        if event[0] == "alloc" and start is not None:
+            free, sizes[event[1]] = free - event[2], event[2]
+        elif event[0] == "free":
+            free += sizes.pop(event[1], 0)
+    if got[-1][2] > free:
+        return f"the last alloc asks for {got[-1][2]} cells and only {free} are free: it is refused for want of memory"
+    return None
+
+
+def _with_starts(trace: Any, starts: list[int | None]) -> Iterator[tuple[Any, int | None]]:
+    for event in trace:
+        yield event, starts.pop(0) if event[0] == "alloc" else None
+
+
+REFUSED = Exercise(
+    id="03-refused",
+    title="Refused, though enough is free",
+    statement=(
+        "Build a trace for `capacity` cells (at least 3) whose last event is an alloc that first fit refuses although that many "
+        "cells are free in all. This is external fragmentation: the memory is there, but not in one piece."
+    ),
+    signature="def refused_trace(capacity)",
+    worked=Case((8,), "the worked case"),
+    grid=lambda: iter(
+        [Case((3,), "three cells are enough"), Case((4,), "an even capacity"), Case((5,), "an odd capacity")]
+    ),
+    random=lambda rng: Case((int(rng.integers(3, 200)),)),
+    oracle=lambda capacity: capacity,
+    judge=_judge_refused,
+    hints=(
+        "Fill the memory with small requests, then free some that are not neighbours.",
+        "With three requests of one cell, freeing the first and the last leaves two free cells apart.",
+        "alloc a 1, alloc b 1, alloc c capacity-2; free a, free c; now capacity-1 cells are free, but b stands between them.",
+    ),
+)
+
+EXERCISES = [FIRST_FIT, REFUSED]
