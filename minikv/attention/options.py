@@ -1,0 +1,267 @@
+"""What all attention implementations accept: one dataclass of options, and one set of checks before anything runs.
+
+The checks look at shapes, dtypes and devices only. They never read a value from the device, so they cost no wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minikv.errors import ArgumentError
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+"""What queries, keys and values may be; a pool may also hold the narrower formats below."""
+
+NARROWER = {
+    torch.float32: (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    torch.float16: (torch.float16, torch.float8_e4m3fn),
+    torch.bfloat16: (torch.bfloat16, torch.float8_e4m3fn),
+}
+"""q's dtype -> the dtypes that a pool may have; what is read from it is converted to q's dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """Every option of one attention call, checked and with defaults filled in.
+
+    Attributes
+    ----------
+    sm_scale
+        What multiplies ``q . k``.
+    causal
+        A query sees no key after itself (ignored where a custom mask is given).
+    logit_cap
+        ``c`` in ``c * tanh(score / c)``; 0 is off.
+    sliding_window
+        A key is seen when ``q_pos - k_pos <= sliding_window``; -1 is off.
+    window_start
+        int [batch]: the position of the first listed key of each request; None means 0.
+    custom_mask, mask_indptr
+        bool [sum of new * (listed prefix + new)] and int [batch + 1]; replaces causality.
+    skip_prefix_mask
+        The prefix is wholly visible and its columns of the mask are not read.
+    sinks
+        float [q_heads]: a logit per head that joins the denominator once and has no value.
+    xai_temperature_len, xai_temperature_rule
+        Scores of far queries are multiplied: "log" by ``log2(pos) / log2(len)`` for ``pos > len``, "inverse" by
+        ``len / (pos + 1)`` for ``pos >= len``; -1 is off.
+    k_scale, v_scale
+        What multiplies keys and values read from the pool.
+    page_size
+        Promise that entries ``j * page_size ..`` of each request's list lie in one page, in order.
+    """
+
+    sm_scale: float
+    causal: bool = True
+    logit_cap: float = 0.0
+    sliding_window: int = -1
+    window_start: Tensor | None = None
+    custom_mask: Tensor | None = None
+    mask_indptr: Tensor | None = None
+    skip_prefix_mask: bool = False
+    sinks: Tensor | None = None
+    xai_temperature_len: int = -1
+    xai_temperature_rule: str = "log"
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    page_size: int = 1
+
+
+def check_extend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    *,
+    max_extend_len: int | None = None,
+    out: Tensor | None = None,
+    **options: Any,
+) -> Options:
+    """Check the arguments of ``extend_attention`` and gather its options.
+
+    Raises
+    ------
+    ArgumentError
+        Naming the first argument that does not fit, and what would.
+    """
+    _check_tensors(q, k_cache, v_cache, kv_indptr, kv_indices, qo_indptr, max_extend_len, out)
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        _expect(name, new, (q.shape[0], cache.shape[1], cache.shape[2]), (q.dtype,), q.device)
+        _last_dim_dense(name, new)
+    return _options(q, kv_indptr, **options)
+
+
+def check_unified(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    prefix_lens: Tensor,
+    *,
+    max_extend_len: int | None = None,
+    out: Tensor | None = None,
+    **options: Any,
+) -> Options:
+    """Check the arguments of ``extend_attention_unified`` and gather its options; raises as :func:`check_extend`."""
+    _check_tensors(q, k_cache, v_cache, kv_indptr, kv_indices, qo_indptr, max_extend_len, out)
+    _expect_ints("prefix_lens", prefix_lens, kv_indptr.shape[0] - 1, q.device)
+    return _options(q, kv_indptr, **options)
+
+
+def check_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    *,
+    num_kv_splits: int | None = None,
+    out: Tensor | None = None,
+    **options: Any,
+) -> Options:
+    """Check the arguments of ``decode_attention`` and gather its options; raises as :func:`check_extend`."""
+    _check_tensors(q, k_cache, v_cache, kv_indptr, kv_indices, None, None, out)
+    if kv_indptr.shape[0] != q.shape[0] + 1:
+        raise ArgumentError(
+            "kv_indptr", tuple(kv_indptr.shape), f"decode has one query per request: [{q.shape[0] + 1}]"
+        )
+    if num_kv_splits is not None and num_kv_splits < 1:
+        raise ArgumentError("num_kv_splits", num_kv_splits, "must be at least 1, or None to choose by length")
+    return _options(q, kv_indptr, **options)
+
+
+def _check_tensors(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    qo_indptr: Tensor | None,
+    max_extend_len: int | None,
+    out: Tensor | None,
+) -> None:
+    if q.dim() != 3 or q.dtype not in FLOATS:
+        raise ArgumentError("q", _shown(q), "must be [tokens, q_heads, d] in float32, float16 or bfloat16")
+    tokens, q_heads, d_qk = q.shape
+    _last_dim_dense("q", q)
+    _expect("k_cache", k_cache, (None, None, d_qk), NARROWER[q.dtype], q.device)
+    slots, kv_heads, _ = k_cache.shape
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ArgumentError("q", _shown(q), f"{q_heads} query heads cannot share {kv_heads} KV heads evenly")
+    _expect("v_cache", v_cache, (slots, kv_heads, None), (k_cache.dtype,), q.device)
+    _last_dim_dense("k_cache", k_cache)
+    _last_dim_dense("v_cache", v_cache)
+    _expect_ints("kv_indptr", kv_indptr, None, q.device)
+    _expect_ints("kv_indices", kv_indices, None, q.device)
+    if kv_indptr.shape[0] < 1:
+        raise ArgumentError("kv_indptr", tuple(kv_indptr.shape), "must have batch + 1 entries, the first of them 0")
+    if qo_indptr is not None:
+        _expect_ints("qo_indptr", qo_indptr, kv_indptr.shape[0], q.device)
+    if max_extend_len is not None and max_extend_len < 0:
+        raise ArgumentError("max_extend_len", max_extend_len, "must be the longest new part, or None to read it back")
+    if out is not None:
+        _expect("out", out, (tokens, q_heads, v_cache.shape[2]), (q.dtype,), q.device)
+        _last_dim_dense("out", out)
+
+
+def _options(
+    q: Tensor,
+    kv_indptr: Tensor,
+    *,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    logit_cap: float = 0.0,
+    sliding_window: int = -1,
+    window_start: Tensor | None = None,
+    custom_mask: Tensor | None = None,
+    mask_indptr: Tensor | None = None,
+    skip_prefix_mask: bool = False,
+    sinks: Tensor | None = None,
+    xai_temperature_len: int = -1,
+    xai_temperature_rule: str = "log",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    page_size: int = 1,
+) -> Options:
+    batch = kv_indptr.shape[0] - 1
+    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    for name, number in (("sm_scale", scale), ("logit_cap", logit_cap), ("k_scale", k_scale), ("v_scale", v_scale)):
+        if isinstance(number, Tensor) or not math.isfinite(number):
+            raise ArgumentError(name, number, "must be a finite Python number")
+    if logit_cap < 0:
+        raise ArgumentError("logit_cap", logit_cap, "must be positive, or 0 for no cap")
+    if sliding_window < -1:
+        raise ArgumentError("sliding_window", sliding_window, "must be n - 1 for a window of n keys, or -1 for none")
+    if xai_temperature_len < 2 and xai_temperature_len != -1:
+        raise ArgumentError("xai_temperature_len", xai_temperature_len, "must be at least 2, or -1 for none")
+    if xai_temperature_rule not in ("log", "inverse"):
+        raise ArgumentError("xai_temperature_rule", xai_temperature_rule, "use 'log' or 'inverse'")
+    if page_size < 1:
+        raise ArgumentError("page_size", page_size, "must be at least 1")
+    if window_start is not None:
+        _expect_ints("window_start", window_start, batch, q.device)
+    if sinks is not None:
+        _expect("sinks", sinks, (q.shape[1],), FLOATS, q.device)
+    if (custom_mask is None) != (mask_indptr is None):
+        missing = "custom_mask" if custom_mask is None else "mask_indptr"
+        raise ArgumentError(missing, None, "custom_mask and mask_indptr come together")
+    if custom_mask is not None and mask_indptr is not None:
+        _expect("custom_mask", custom_mask, (None,), (torch.bool,), q.device)
+        _expect_ints("mask_indptr", mask_indptr, batch + 1, q.device)
+    return Options(
+        float(scale),
+        causal,
+        float(logit_cap),
+        sliding_window,
+        window_start,
+        custom_mask,
+        mask_indptr,
+        skip_prefix_mask,
+        sinks,
+        xai_temperature_len,
+        xai_temperature_rule,
+        float(k_scale),
+        float(v_scale),
+        page_size,
+    )
+
+
+def _expect(
+    name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: Sequence[torch.dtype], device: torch.device
+) -> None:
+    """Raise unless `tensor` has this shape (None: any size), one of these dtypes, and lives on `device`."""
+    fits = tensor.dim() == len(shape)
+    if not fits or any(want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)):
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ArgumentError(name, _shown(tensor), f"must have shape [{wanted}]")
+    if tensor.dtype not in dtypes:
+        raise ArgumentError(
+            name, _shown(tensor), f"must be {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
+        )
+    if tensor.device != device:
+        raise ArgumentError(name, _shown(tensor), f"must live on {device}, as q does")
+
+
+def _expect_ints(name: str, tensor: Tensor, length: int | None, device: torch.device) -> None:
+    _expect(name, tensor, (length,), (torch.int32, torch.int64), device)
+
+
+def _last_dim_dense(name: str, tensor: Tensor) -> None:
+    if tensor.stride(-1) != 1:
+        raise ArgumentError(name, _shown(tensor), "its last dimension must be dense; call .contiguous() first")
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
