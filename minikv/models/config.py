@@ -1,0 +1,270 @@
+"""What a model's shape is, read from a Hugging Face ``config.json`` or from GGUF metadata.
+
+All differences between checkpoints are settled here, so that the decoder only sees plain numbers. One of them is easily
+got wrong: a config's ``sliding_window = n`` means that n keys are seen, the kernels' ``W`` that ``q_pos - k_pos <= W``,
+so ``W = n - 1``. The subtraction is made in this file and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minikv.errors import ArgumentError
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+}
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "factors")
+
+
+@dataclass(frozen=True)
+class MLAShape:
+    """Sizes of multi-head latent attention (DeepSeek-V2): what a token caches is one row of rank + rope numbers.
+
+    ``nope_dim`` and ``rope_dim`` are the parts of a query head without and with position, ``v_dim`` a value head,
+    ``kv_lora_rank`` the latent; ``q_lora_rank`` is None where queries are projected in one step.
+    """
+
+    kv_lora_rank: int
+    rope_dim: int
+    nope_dim: int
+    v_dim: int
+    q_lora_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder.
+
+    Parameters
+    ----------
+    head_dim
+        Size of one K or V head; with `mla`, the rank + rope numbers of the one latent row that all heads share.
+    rope_scaling
+        None, or a dict with ``rope_type`` "linear", "llama3" or "yarn" and its numbers, named as transformers does;
+        "factors" with a list divides each frequency by its own factor (how GGUF files store llama3 scaling).
+    sliding_window
+        Per layer, in the kernels' form: n - 1 for a window of n keys, -1 for full attention. Empty: all layers full.
+    sinks
+        Each layer has one learned logit per head that joins the softmax's denominator (gpt-oss).
+    dtype
+        What the checkpoint stores; :func:`minikv.models.load` chooses its own.
+
+    Examples
+    --------
+    >>> config = ModelConfig("llama", 2, 64, 128, q_heads=4, kv_heads=2, head_dim=16, vocab_size=512, max_context=256)
+    >>> config.kv_bytes_per_token(torch.float16)  # 2 layers, K and V, 2 heads of 16 numbers of 2 bytes
+    256
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+    rope_theta: float = 10_000.0
+    rope_scaling: dict[str, Any] | None = None
+    rms_eps: float = 1e-6
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    sliding_window: tuple[int, ...] = ()
+    mla: MLAShape | None = None
+    eos_ids: frozenset[int] = frozenset()
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not self.sliding_window:
+            object.__setattr__(self, "sliding_window", (-1,) * self.num_layers)
+        if len(self.sliding_window) != self.num_layers:
+            raise ArgumentError("sliding_window", self.sliding_window, f"give one entry per layer ({self.num_layers})")
+        if self.q_heads % self.kv_heads:
+            raise ArgumentError("kv_heads", self.kv_heads, f"must divide the {self.q_heads} query heads")
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of cache that one token takes over all layers, stored as `dtype`."""
+        numbers = self.head_dim if self.mla else 2 * self.kv_heads * self.head_dim
+        return self.num_layers * numbers * dtype.itemsize
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+        """Read a parsed ``config.json`` (old and new spellings) and, for its stop tokens, ``generation_config.json``.
+
+        Raises
+        ------
+        ArgumentError
+            For an architecture, or a feature of one, that minikv does not have; the message lists what it has.
+        """
+        named = str((config.get("architectures") or [config.get("model_type")])[0])
+        architecture = ARCHITECTURES.get(named, named if named in ARCHITECTURES.values() else None)
+        if architecture is None:
+            raise ArgumentError("architectures", named, f"minikv has {', '.join(ARCHITECTURES)}")
+
+        def need(key: str) -> Any:
+            if config.get(key) is None:
+                raise ArgumentError("config.json", architecture, f"lacks {key!r}; is it a complete {named} config?")
+            return config[key]
+
+        layers, q_heads, hidden = need("num_hidden_layers"), need("num_attention_heads"), need("hidden_size")
+        bias = bool(config.get("attention_bias", False))
+        if config.get("hidden_act", "silu") != "silu":
+            raise ArgumentError("hidden_act", config["hidden_act"], "minikv has silu")
+        for flag in ("mlp_bias", "quantization_config"):
+            if config.get(flag):
+                raise ArgumentError(flag, config[flag], "minikv does not read such checkpoints; use a plain bf16 one")
+        theta, scaling = _rope(config)
+        shape: dict[str, Any] = {
+            "kv_heads": config.get("num_key_value_heads") or q_heads,
+            "head_dim": config.get("head_dim") or hidden // q_heads,
+            "qkv_bias": bias or architecture == "qwen2",
+            "o_bias": bias,
+        }
+        if architecture == "deepseek_v2":
+            shape |= _mla(config, layers, bias)
+        eos = (generation or {}).get("eos_token_id", config.get("eos_token_id"))
+        stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+        return cls(
+            architecture=architecture,
+            num_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=need("intermediate_size"),
+            q_heads=q_heads,
+            vocab_size=need("vocab_size"),
+            max_context=need("max_position_embeddings"),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            rms_eps=config.get("rms_norm_eps", 1e-6),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=architecture == "qwen3",
+            sliding_window=_windows(config, architecture, layers),
+            eos_ids=frozenset([eos] if isinstance(eos, int) else eos or []),
+            dtype=getattr(torch, stored),
+            **shape,
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: dict[str, Any], tensors: Collection[str], rope_factors: list[float] | None = None):
+        """Translate GGUF metadata (keys such as ``llama.block_count``) and read it like a ``config.json``.
+
+        Parameters
+        ----------
+        metadata
+            Names and values of the file's header.
+        tensors
+            Names of the file's tensors; without ``output.weight`` the embedding is tied.
+        rope_factors
+            The tensor ``rope_freqs.weight`` where the file has one: llama3 scaling, one divisor per frequency.
+
+        Raises
+        ------
+        ArgumentError
+            For an architecture or a feature that minikv does not read from GGUF.
+        """
+        kind = metadata.get("general.architecture", "")
+        if kind not in GGUF_ARCHITECTURES or metadata.get(f"{kind}.expert_count"):
+            raise ArgumentError(
+                "general.architecture", kind, f"minikv reads GGUF of {', '.join(GGUF_ARCHITECTURES)}, dense only"
+            )
+        config = {key: metadata[f"{kind}.{name}"] for key, name in _GGUF_KEYS.items() if f"{kind}.{name}" in metadata}
+        scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
+        if rope_factors is not None:
+            config["rope_scaling"] = {"rope_type": "factors", "factors": rope_factors}
+        elif scaling != "none":
+            config["rope_scaling"] = {
+                "rope_type": scaling,
+                "factor": metadata.get(f"{kind}.rope.scaling.factor"),
+                "original_max_position_embeddings": metadata.get(f"{kind}.rope.scaling.original_context_length"),
+            }
+        stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+        return cls.from_hf(
+            {
+                "model_type": kind,
+                "vocab_size": len(metadata.get("tokenizer.ggml.tokens", [])) or None,
+                "tie_word_embeddings": "output.weight" not in tensors,
+                "eos_token_id": [stop for stop in stops if stop is not None],
+                **config,
+            }
+        )
+
+
+_GGUF_KEYS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Base frequency and scaling from ``rope_theta`` + ``rope_scaling``, or from the newer ``rope_parameters``."""
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = found.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
+    found.setdefault("rope_type", found.pop("type", "default"))
+    kind = found["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise ArgumentError("rope_type", kind, f"minikv has {', '.join(ROPE_TYPES)}")
+    if (found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ArgumentError("partial_rotary_factor", config, "minikv rotates whole heads only")
+    if kind in ("llama3", "yarn"):
+        found["original_max_position_embeddings"] = (
+            config.get("original_max_position_embeddings")
+            or found.get("original_max_position_embeddings")
+            or config["max_position_embeddings"]
+        )
+        if found.get("factor") is None:
+            found["factor"] = config["max_position_embeddings"] / found["original_max_position_embeddings"]
+    return float(theta), None if kind == "default" else found
+
+
+def _windows(config: dict[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
+    """Each layer's window as the kernels take it: n - 1, or -1 where the layer sees everything."""
+    keys = config.get("sliding_window")
+    if architecture in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+        keys = None
+    if keys is None or architecture in ("llama", "deepseek_v2"):
+        return (-1,) * layers
+    kinds = config.get("layer_types")
+    if architecture == "mistral":
+        kinds = ["sliding_attention"] * layers
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    return tuple(keys - 1 if kind == "sliding_attention" else -1 for kind in kinds)
+
+
+def _mla(config: dict[str, Any], layers: int, bias: bool) -> dict[str, Any]:
+    """The fields that differ under latent attention; layers with experts are refused."""
+    dense = config.get("first_k_dense_replace", 0)
+    if dense < layers and config.get("n_routed_experts"):
+        raise ArgumentError("first_k_dense_replace", dense, f"minikv has dense layers only; all {layers} must be dense")
+    if bias:
+        raise ArgumentError("attention_bias", bias, "minikv has latent attention without biases")
+    mla = MLAShape(
+        kv_lora_rank=config["kv_lora_rank"],
+        rope_dim=config["qk_rope_head_dim"],
+        nope_dim=config["qk_nope_head_dim"],
+        v_dim=config["v_head_dim"],
+        q_lora_rank=config.get("q_lora_rank"),
+    )
+    return {"mla": mla, "kv_heads": 1, "head_dim": mla.kv_lora_rank + mla.rope_dim}

@@ -1,0 +1,79 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024), absorbed: heads attend to the cached latent itself.
+
+A token caches one row, its latent c [r] and one rotated key [rope] that all heads share. Head h's key is ``W_uk[h] c``
+and its value ``W_uv[h] c``, but neither is ever built: ``q . (W_uk c) = (W_uk^T q) . c`` moves the first onto the
+query, and ``sum p_i W_uv c_i = W_uv (sum p_i c_i)`` the second onto the output. Attention then is multi-query with
+d_qk = r + rope (the row) and d_v = r (its first r numbers).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from minikv.models.config import ModelConfig
+from minikv.models.layers import Linear, RMSNorm, Views, rotate, yarn_mscale
+
+if TYPE_CHECKING:
+    from minikv.attention.backend import AttentionBackend
+
+
+class LatentAttention(nn.Module):
+    """The absorbed form for prefill and decode alike; weights named as in DeepSeek-V2 and V2-Lite checkpoints."""
+
+    def __init__(self, config: ModelConfig, layer: int, **where: Any) -> None:
+        super().__init__()
+        from minikv.attention.backend import LayerAttention
+
+        assert config.mla is not None
+        mla, hidden, self.heads, self.layer = config.mla, config.hidden_size, config.q_heads, layer
+        self.rank, self.rope, self.nope = mla.kv_lora_rank, mla.rope_dim, mla.nope_dim
+        self.q_rank, q_size = mla.q_lora_rank, self.heads * (mla.nope_dim + mla.rope_dim)
+        if self.q_rank is not None:
+            self.q_a_proj = Linear(hidden, self.q_rank, **where)
+            self.q_a_layernorm = RMSNorm(self.q_rank, 1e-6, **where)
+        self.q_proj = Linear(self.q_rank or hidden, q_size, **where)
+        self.kv_a_proj = Linear(hidden, self.rank + self.rope, **where)
+        self.kv_a_layernorm = RMSNorm(self.rank, 1e-6, **where)
+        self.kv_b = nn.Parameter(
+            torch.empty(self.heads, mla.nope_dim + mla.v_dim, self.rank, **where), requires_grad=False
+        )
+        self.o_proj = Linear(self.heads * mla.v_dim, hidden, **where)
+        sm_scale = (mla.nope_dim + mla.rope_dim) ** -0.5
+        if config.rope_scaling and config.rope_scaling.get("mscale_all_dim"):
+            sm_scale *= yarn_mscale(config.rope_scaling["factor"], config.rope_scaling["mscale_all_dim"]) ** 2
+        self.options = LayerAttention(sm_scale=sm_scale)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
+        q = self.q_a_layernorm(self.q_a_proj(x)) if self.q_rank is not None else x
+        q = self.q_proj(q).view(x.shape[0], self.heads, -1)  # [T, H, nope + rope]
+        latent = self.kv_a_proj(x)  # [T, r + rope]
+        row = torch.cat(  # [T, 1, r + rope]: what is cached
+            (
+                self.kv_a_layernorm(latent[:, None, : self.rank]),
+                rotate(latent[:, None, self.rank :], cos, sin, interleaved=True),
+            ),
+            dim=-1,
+        )
+        w_uk, w_uv = self.kv_b[:, : self.nope], self.kv_b[:, self.nope :]  # [H, nope, r], [H, v, r]
+        q_nope = torch.bmm(q[..., : self.nope].transpose(0, 1), w_uk).transpose(0, 1)  # [T, H, r]
+        q = torch.cat((q_nope, rotate(q[..., self.nope :], cos, sin, interleaved=True)), dim=-1)
+        out = attention.forward(self.layer, q, row, row[..., : self.rank], self.options)  # [T, H, r]
+        out = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)  # [T, H, v]
+        return self.o_proj(out.reshape(x.shape[0], -1))
+
+    def views(self) -> Views:
+        views: Views = {
+            "kv_a_proj_with_mqa.weight": self.kv_a_proj.weight,
+            "kv_a_layernorm.weight": self.kv_a_layernorm.weight,
+            "kv_b_proj.weight": self.kv_b.flatten(0, 1),
+            "o_proj.weight": self.o_proj.weight,
+        }
+        if self.q_rank is None:
+            views["q_proj.weight"] = self.q_proj.weight
+        else:
+            views["q_a_proj.weight"], views["q_b_proj.weight"] = self.q_a_proj.weight, self.q_proj.weight
+            views["q_a_layernorm.weight"] = self.q_a_layernorm.weight
+        return views
