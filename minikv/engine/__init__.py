@@ -1,0 +1,48 @@
+"""Floor 5: from prompts to tokens. Requests wait, are put into batches, run, are sampled, and their text streams out.
+
+Read in this order: ``params`` and ``request`` (what travels), ``scheduler`` (who runs next), ``sampler`` (which token),
+``text`` (tokens to text), ``llm`` (the loop that joins them), ``events`` and ``stats`` (what can be measured).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minikv.engine.batch import Batch
+from minikv.engine.events import EventLog, read_events, request_metrics
+from minikv.engine.params import SamplingParams
+from minikv.engine.request import Delta, Output, Request, State, Timing, TokenLogprob
+from minikv.engine.sampler import Sampler
+from minikv.engine.scheduler import Scheduler
+from minikv.engine.stats import Stats
+from minikv.engine.text import TextStream
+
+if TYPE_CHECKING:
+    from minikv.engine.llm import LLM
+
+__all__ = [
+    "LLM",
+    "Batch",
+    "Delta",
+    "EventLog",
+    "Output",
+    "Request",
+    "Sampler",
+    "SamplingParams",
+    "Scheduler",
+    "State",
+    "Stats",
+    "TextStream",
+    "Timing",
+    "TokenLogprob",
+    "read_events",
+    "request_metrics",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":  # on first use: the scheduler alone needs neither models nor kernels
+        from minikv.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'minikv.engine' has no attribute {name!r}")

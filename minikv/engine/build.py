@@ -1,0 +1,99 @@
+"""Checks of an engine's options, the size of its KV pool, and its runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from minikv.device import default_dtype
+from minikv.engine.batch import Batch
+from minikv.errors import ArgumentError, StateError
+
+DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+}  # fmt: skip
+KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
+REMEDIES = {
+    "page_size": "must be an integer between 1 and 256",
+    "kv_tokens": "must be None or a number of tokens, at least one page",
+    "kv_memory": "must be None or a number of bytes that holds at least one page",
+    "max_requests": "must be 1 or more",
+    "max_context": "must be None or 1 or more",
+    "chunk_tokens": "must be 1 or more",
+}
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raise ArgumentError for sizes that no engine can be built with, before a model is loaded for it."""
+    for name, value in sizes.items():
+        if value is None and name in ("kv_tokens", "kv_memory", "max_context"):
+            continue
+        kinds = (int, float) if name == "kv_memory" else int
+        if (
+            not isinstance(value, kinds)
+            or isinstance(value, bool)
+            or value < 1
+            or (name == "page_size" and value > 256)
+        ):
+            raise ArgumentError(name, value, REMEDIES[name])
+    if sizes["kv_tokens"] is not None and sizes["kv_memory"] is not None:
+        raise ArgumentError("kv_memory", sizes["kv_memory"], "give kv_tokens or kv_memory, not both")
+    if sizes["kv_tokens"] is not None and sizes["kv_tokens"] < sizes["page_size"]:
+        raise ArgumentError("kv_tokens", sizes["kv_tokens"], f"is less than one page of {sizes['page_size']} tokens")
+
+
+def pick_dtype(argument: str, value: Any, device: torch.device, names: dict[str, torch.dtype] = DTYPES) -> torch.dtype:
+    """``"auto"``, a name or a torch dtype as a torch dtype."""
+    if isinstance(value, str) and value == "auto":
+        return default_dtype(device)
+    found = names.get(value) if isinstance(value, str) else value
+    if found not in names.values():
+        raise ArgumentError(argument, value, f"use 'auto', {', '.join(map(repr, names))}")
+    return found
+
+
+def pick_context(max_context: int | None, longest: int) -> int:
+    """The context length, checked against what the model was trained for."""
+    if max_context is not None and max_context > longest:
+        raise ArgumentError(
+            "max_context", max_context, f"the model reads at most {longest} tokens; lower it or pass None"
+        )
+    return longest if max_context is None else max_context
+
+
+class EagerRunner:
+    """Runs each decode step as it is: what graph runners fall back to, with the same interface and counters."""
+
+    def __init__(self, step: Callable[[Batch], torch.Tensor]) -> None:
+        self._step = step
+        self.stats = {"replays": 0, "eager": 0, "captures": 0, "padded_rows": 0, "graph_bytes": 0}
+
+    def __call__(self, batch: Batch, variant: str = "greedy") -> torch.Tensor:
+        """Logits `[requests, vocab]` of a decode batch."""
+        self.stats["eager"] += 1
+        return self._step(batch)
+
+
+def pick_runner(graphs: Any, step: Callable[[Batch], torch.Tensor], **parts: Any) -> Any:
+    """The decode runner that ``graphs=`` asks for; eager where graphs are not to be had and "auto" leaves the choice.
+
+    A graph runner comes from ``minikv.graphs.decode_runner(step=, choice=, **parts)``, which returns None to decline.
+    """
+    if graphs not in ("auto", True, False):
+        raise ArgumentError("graphs", graphs, "use 'auto', True or False")
+    if graphs is not False:
+        try:
+            from minikv.graphs import decode_runner  # type: ignore[attr-defined]
+        except ImportError as e:
+            if graphs is True:
+                raise StateError(
+                    "graphs=True: this installation has no graph runner; use graphs='auto' or False"
+                ) from e
+        else:
+            runner = decode_runner(step=step, choice=graphs, **parts)
+            if runner is not None:
+                return runner
+    return EagerRunner(step)

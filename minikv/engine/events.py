@@ -1,0 +1,119 @@
+"""What happened, one event per line of JSON, and the metrics that follow from it.
+
+Six events, each with its time `t` in seconds: ``add`` (id, prompt_tokens), ``admit`` (id, cached_tokens, again),
+``step`` (kind, extends: [id, new tokens] pairs, decodes: ids, sampled: ids that got a token, waiting, running,
+available, evictable, size), ``retract`` (id), ``finish`` (id, reason, generated), ``refuse`` (error).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class EventLog:
+    """Passes events to listeners and, with a path, appends them to a JSON-lines file.
+
+    Parameters
+    ----------
+    path
+        File to append to; None writes nothing.
+    listeners
+        Called with each event, a dict.
+    """
+
+    def __init__(self, path: str | Path | None = None, listeners: Iterable[Callable[[dict], None]] = ()) -> None:
+        self._file = None if path is None else open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self.listeners = list(listeners)
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        record = {"t": time.perf_counter(), "event": event, **fields}
+        for listen in self.listeners:
+            listen(record)
+        if self._file:
+            self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        if self._file:
+            self._file.close()
+            self._file = None
+
+
+def read_events(path: str | Path) -> list[dict]:
+    """The events of a JSON-lines file."""
+    with open(path, encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+@dataclass
+class RequestMetrics:
+    """One request, as its events tell it; times in seconds, None where the moment never came."""
+
+    queued: float
+    prompt_tokens: int
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    finished: float | None = None
+    reason: str | None = None
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    retractions: int = 0
+
+    @property
+    def queue_time(self) -> float | None:
+        """From `add` to the first admission."""
+        return None if self.admitted is None else self.admitted - self.queued
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, from `add`."""
+        return None if self.first_token is None else self.first_token - self.queued
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Mean time between tokens after the first."""
+        if self.generated_tokens < 2 or self.first_token is None or self.last_token is None:
+            return None
+        return (self.last_token - self.first_token) / (self.generated_tokens - 1)
+
+
+def request_metrics(events: Iterable[dict]) -> dict[int, RequestMetrics]:
+    """Everything about each request, from the events alone.
+
+    Examples
+    --------
+    >>> log = [{"t": 0.0, "event": "add", "id": 1, "prompt_tokens": 3},
+    ...        {"t": 1.0, "event": "admit", "id": 1, "cached_tokens": 2, "again": False},
+    ...        {"t": 2.0, "event": "step", "extends": [[1, 1]], "decodes": [], "sampled": [1]},
+    ...        {"t": 2.5, "event": "step", "extends": [], "decodes": [1], "sampled": [1]}]
+    >>> m = request_metrics(log)[1]
+    >>> m.queue_time, m.ttft, m.time_per_output_token, m.cached_tokens, m.computed_tokens
+    (1.0, 2.0, 0.5, 2, 2)
+    """
+    found: dict[int, RequestMetrics] = {}
+    for e in events:
+        kind, t = e["event"], e["t"]
+        if kind == "add":
+            found[e["id"]] = RequestMetrics(t, e["prompt_tokens"])
+        elif kind == "admit" and not e["again"]:
+            found[e["id"]].admitted, found[e["id"]].cached_tokens = t, e["cached_tokens"]
+        elif kind == "retract":
+            found[e["id"]].retractions += 1
+        elif kind == "finish":
+            found[e["id"]].finished, found[e["id"]].reason = t, e["reason"]
+        elif kind == "step":
+            for id, n in [*e["extends"], *((id, 1) for id in e["decodes"])]:
+                found[id].computed_tokens += n
+            for id in e["sampled"]:
+                m = found[id]
+                m.first_token = t if m.first_token is None else m.first_token
+                m.last_token = t
+                m.generated_tokens += 1
+    return found

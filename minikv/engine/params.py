@@ -1,0 +1,148 @@
+"""How one request wants its tokens chosen and when it wants to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minikv.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling, stopping and caching choices of one request; checked when built.
+
+    Parameters
+    ----------
+    max_tokens
+        Most tokens to generate; 0 generates none.
+    temperature
+        0 takes the first maximum; smaller values sharpen the distribution.
+    top_k, top_p, min_p
+        Keep the k likeliest tokens (-1 or 0: all); then the likeliest tokens while the probability before them is below
+        `top_p` (at least one); then those at least `min_p` times as likely as the best. Applied in this order, each
+        to the renormalised distribution that the one before left.
+    seed
+        Any integer; the draw for token i depends on (seed, i) and the logits only. None: the engine picks one.
+    stop, stop_token_ids, keep_stop, ignore_eos
+        Strings and token ids that end the text; `keep_stop` leaves the matched one in it; `ignore_eos` runs past eos.
+    logprobs
+        None: none. n >= 0: the chosen token's log probability and those of the n likeliest, of the raw logits.
+    logit_bias
+        Token id -> number added to its logit.
+    presence_penalty, frequency_penalty, repetition_penalty
+        Subtracted once, or per occurrence, from tokens of the output; divides (multiplies, when negative) the logits of
+        tokens of prompt and output.
+    json_schema
+        Not there yet; must be None.
+    priority, cache, namespace
+        Eviction priority of what this request caches; whether it shares KV through the prefix cache at all; and with
+        whom: equal tokens under different namespaces (any hashable) never share.
+
+    Raises
+    ------
+    ArgumentError
+        For a value outside its range, naming it.
+
+    Examples
+    --------
+    >>> SamplingParams(max_tokens=8, temperature=0).stop
+    ()
+    >>> SamplingParams(stop="END").stop
+    ('END',)
+    >>> SamplingParams(top_p=1.5)
+    Traceback (most recent call last):
+    ...
+    minikv.errors.ArgumentError: top_p=1.5: must lie between 0 and 1
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    keep_stop: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    json_schema: Any = None
+    priority: int = 0
+    cache: bool = True
+    namespace: Hashable = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _check(
+            "stop",
+            stop,
+            _all(stop, lambda s: isinstance(s, str) and s != ""),
+            "use a text or a list of non-empty texts",
+        )
+        ids = self.stop_token_ids
+        _check("stop_token_ids", ids, _all(ids, _is_int), "use a list of token ids")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
+        for name, least in (("max_tokens", 0), ("top_k", -1), ("logprobs", 0)):
+            value = getattr(self, name)
+            ok = (value is None and name == "logprobs") or (_is_int(value) and value >= least)
+            _check(name, value, ok, f"must be an integer, {least} or more")
+        _check("seed", self.seed, self.seed is None or _is_int(self.seed), "must be an integer or None")
+        for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            _check(name, getattr(self, name), _is_finite(getattr(self, name)), "must be a finite number")
+        _check("temperature", self.temperature, self.temperature >= 0, "must be 0 (greedy) or more")
+        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "must be above 0; 1 is off")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            _check(name, value, _is_finite(value) and 0 <= value <= 1, "must lie between 0 and 1")
+        bias = self.logit_bias or {}
+        ok = isinstance(bias, Mapping) and all(_is_int(k) and k >= 0 and _is_finite(v) for k, v in bias.items())
+        _check("logit_bias", bias, ok, "use a mapping from token id to a finite number")
+        try:
+            hash(self.namespace)
+        except TypeError:
+            raise ArgumentError("namespace", self.namespace, "must be hashable: text, number or tuple") from None
+        remedy = "constrained output is not implemented yet; leave it None and describe the JSON you want in the prompt"
+        _check("json_schema", self.json_schema, self.json_schema is None, remedy)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the first maximum of the (biased, penalised) logits."""
+        return self.temperature == 0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the logits are changed before a token is chosen from them."""
+        return bool(
+            self.logit_bias or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
+
+def _is_int(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except TypeError:
+        return False
+
+
+def _all(values: Any, good: Any) -> bool:
+    try:
+        return all(good(v) for v in values)
+    except TypeError:
+        return False
+
+
+def _check(name: str, value: object, ok: bool, remedy: str) -> None:
+    if not ok:
+        raise ArgumentError(name, value, remedy)

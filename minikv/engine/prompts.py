@@ -1,0 +1,71 @@
+"""What callers may pass as prompts, turned into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from minikv.errors import ArgumentError, Error
+
+
+class Encodes(Protocol):
+    """What is needed of a tokenizer here."""
+
+    def encode(self, text: str, /) -> list[int]: ...
+    def chat(self, messages: list[dict], /) -> list[int]: ...
+
+
+def split_prompts(prompts: Any) -> list[Any]:
+    """One entry per prompt: a text, a list of ids or a chat (a list of messages) is one prompt, a list of those many.
+
+    Examples
+    --------
+    >>> split_prompts("hi"), split_prompts([1, 2]), split_prompts([[1], "hi", []]), split_prompts([])
+    (['hi'], [[1, 2]], [[1], 'hi', []], [])
+    >>> split_prompts([{"role": "user", "content": "hi"}])
+    [[{'role': 'user', 'content': 'hi'}]]
+    """
+    if hasattr(prompts, "ndim"):  # an array or tensor: ids of one prompt, or one row each
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    if isinstance(prompts, (str, Mapping)) or not hasattr(prompts, "__iter__"):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and (isinstance(prompts[0], Mapping) or _is_id(prompts[0])):
+        return [prompts]
+    return prompts
+
+
+def prompt_ids(prompt: Any, tokenizer: Encodes, vocab_size: int) -> np.ndarray:
+    """Token ids of one prompt, int64 `[n]`; n may be 0.
+
+    Raises
+    ------
+    ArgumentError
+        For anything that is no prompt, and for ids outside the vocabulary.
+    """
+    try:
+        if isinstance(prompt, str):
+            ids = tokenizer.encode(prompt)
+        elif isinstance(prompt, (list, tuple)) and prompt and all(isinstance(m, Mapping) for m in prompt):
+            ids = tokenizer.chat(list(prompt))
+        else:
+            ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+            if isinstance(prompt, (bytes, Mapping)) or not all(map(_is_id, ids)):
+                raise ArgumentError("prompt", prompt, "use a text, a list of token ids, or a list of chat messages")
+        array = np.array(ids, dtype=np.int64)
+    except Error:
+        raise
+    except Exception as e:  # whatever a tokenizer or a chat template makes of it
+        raise ArgumentError("prompt", prompt, f"could not be turned into tokens: {type(e).__name__}: {e}") from e
+    outside = array[(array < 0) | (array >= vocab_size)]
+    if outside.size:
+        raise ArgumentError("prompt", int(outside[0]), f"is outside the vocabulary; ids are 0..{vocab_size - 1}")
+    return array
+
+
+def _is_id(value: Any) -> bool:
+    if isinstance(value, (bool, str, bytes, list, tuple)):
+        return False
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0

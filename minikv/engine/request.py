@@ -1,0 +1,182 @@
+"""What travels through the engine: a request inside, deltas and an output outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from minikv.engine.params import SamplingParams
+from minikv.errors import ArgumentError
+
+
+class State(Enum):
+    """What a request needs next. Stored, never worked out from token counts: a retracted request has output tokens and
+    yet must be prefilled again."""
+
+    WAITING = "waiting"  # holds nothing; next: be admitted, its tokens matched and prefilled
+    PREFILL = "prefill"  # holds a row and `computed` tokens of KV; next: compute (some of) the others
+    RUNNING = "running"  # all but its last token have KV; next: decode that one
+    FINISHED = "finished"  # holds nothing
+
+
+@dataclass
+class Timing:
+    """Moments of one request, in seconds of a monotonic clock; None until they happen."""
+
+    queued: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    tokens: int = 0
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from `add` to the first admission."""
+        return None if self.admitted is None else self.admitted - self.queued
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from `add` to the first token."""
+        return None if self.first_token is None else self.first_token - self.queued
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Mean seconds between tokens after the first; None with fewer than two tokens."""
+        if self.first_token is None or self.finished is None or self.tokens < 2:
+            return None
+        return (self.finished - self.first_token) / (self.tokens - 1)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of a chosen token, and of the likeliest ones (best first), under the raw logits."""
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass
+class Output:
+    """What `generate` returns for one prompt."""
+
+    id: int
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    timing: Timing = field(default_factory=Timing)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """News of one request: text and tokens since its last delta. The last has a `finish_reason` and the `output`."""
+
+    id: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    output: Output | None = None
+
+
+class Request:
+    """One prompt on its way to an output.
+
+    The tokens of prompt and output lie in one int64 array that is allocated once; `token_ids` is a view of its used
+    part. `computed` tokens have K/V in the pool, through table line `row`; the first `protected_len` of them are
+    owned by the prefix tree, whose node `node` is locked for this request.
+
+    Parameters
+    ----------
+    id
+        A number that no other live request has.
+    prompt
+        Token ids, at least one.
+    params
+        Sampling and stopping.
+    stop_ids
+        Token ids that end the text: eos and `params.stop_token_ids`.
+    max_length
+        Most tokens of prompt and output together (context length + 1: the last token needs no K/V).
+    """
+
+    def __init__(
+        self,
+        id: int,
+        prompt: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        stop_ids: frozenset[int] = frozenset(),
+        max_length: int = 1 << 31,
+    ) -> None:
+        if len(prompt) == 0:
+            raise ArgumentError("prompt", [], "is empty; give at least one token")
+        self.id, self.params, self.stop_ids = id, params, stop_ids
+        self.prompt_len = self.length = len(prompt)
+        self.capacity = max(self.length, min(self.length + params.max_tokens, max_length))
+        self._tokens = np.empty(self.capacity, np.int64)
+        self._tokens[: self.length] = prompt
+        self.state = State.WAITING
+        self.computed, self.row, self.node, self.protected_len = 0, 0, None, 0
+        self.namespace: Hashable = params.namespace
+        self.cache, self.priority = params.cache, params.priority
+        self.arrival = self.admission = -1  # order numbers given by the scheduler
+        self.cached_tokens: int | None = None  # found in the prefix cache at the first admission
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self.timing = Timing()
+        self.seed = 0 if params.seed is None else params.seed
+        self.plain_greedy = params.greedy and not params.edits_logits and params.logprobs is None
+        self.stream: Any = None  # its TextStream
+        self.sink: Any = None  # where its deltas go; None: only the output is wanted
+        self.shown = self.told = 0  # output tokens that the text stream, and the deltas, have seen
+        self.fresh = ""  # text for the next delta
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Prompt and output so far, int64 `[length]`; a view."""
+        return self._tokens[: self.length]
+
+    @property
+    def output_ids(self) -> np.ndarray:
+        """Output so far, int64; a view."""
+        return self._tokens[self.prompt_len : self.length]
+
+    @property
+    def last_token(self) -> int:
+        """The newest token, which has no K/V yet while the request is running."""
+        return int(self._tokens[self.length - 1])
+
+    def append(self, token: int) -> str | None:
+        """Add a sampled token; returns ``"stop"`` or ``"length"`` when it was the last one, else None."""
+        self._tokens[self.length] = token
+        self.length += 1
+        self.timing.tokens += 1
+        if token in self.stop_ids:
+            return "stop"
+        return "length" if self.length == self.capacity else None
+
+    def output(self) -> Output:
+        """The result so far, as the caller sees it."""
+        return Output(
+            id=self.id,
+            prompt_token_ids=self._tokens[: self.prompt_len].tolist(),
+            text=self.stream.text if self.stream else "",
+            token_ids=self.output_ids.tolist(),
+            cached_tokens=self.cached_tokens or 0,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            logprobs=self.logprobs,
+            timing=self.timing,
+        )
+
+    def __repr__(self) -> str:
+        return f"Request({self.id}, {self.state.value}, {self.length} tokens, {self.computed} computed)"

@@ -1,0 +1,172 @@
+"""Counters that a server would export, kept up to date by the same events that the event log writes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from minikv.errors import StateError
+
+REASONS = ("stop", "length", "abort", "error", "refused")
+
+
+@dataclass
+class Histogram:
+    """Observations counted by upper bound, as Prometheus does; seconds.
+
+    Examples
+    --------
+    >>> h = Histogram((0.1, 1.0)); h.add(0.1); h.add(5.0); h.counts, h.total, h.count
+    ([1, 0, 1], 5.1, 2)
+    """
+
+    bounds: tuple[float, ...] = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    @property
+    def count(self) -> int:
+        """Number of observations."""
+        return sum(self.counts)
+
+    def copy(self) -> Histogram:
+        """An independent copy."""
+        return Histogram(self.bounds, list(self.counts), self.total)
+
+    def add(self, seconds: float) -> None:
+        """Count one observation."""
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.total += seconds
+
+
+@dataclass
+class Stats:
+    """Totals since the engine was built; the levels (`waiting` to `graphs`) are filled in when `llm.stats()` is called.
+
+    `requests` counts ends by finish reason ("refused" for those that never entered the queue). `evicted_tokens` are
+    tokens of the prefix cache; `pool_*` are tokens; `graphs` are the decode runner's counters.
+    """
+
+    requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    added: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    retractions: int = 0
+    waiting: int = 0
+    running: int = 0
+    evicted_tokens: int = 0
+    pool_size: int = 0
+    pool_available: int = 0
+    pool_evictable: int = 0
+    graphs: dict[str, int] = field(default_factory=dict)
+    queue_time: Histogram = field(default_factory=Histogram)
+    ttft: Histogram = field(default_factory=Histogram)
+    inter_token: Histogram = field(default_factory=Histogram)
+    _live: dict[int, list] = field(default_factory=dict, repr=False)  # id -> [queued, time of the last token or None]
+
+    def update(self, e: dict) -> None:
+        """Take one event of :mod:`minikv.engine.events`."""
+        kind, t = e["event"], e["t"]
+        if kind == "step":
+            self.steps += 1
+            self.computed_tokens += sum(n for _, n in e["extends"]) + len(e["decodes"])
+            self.generated_tokens += len(e["sampled"])
+            for id in e["sampled"]:
+                live = self._live[id]
+                if live[1] is None:
+                    self.ttft.add(t - live[0])
+                else:
+                    self.inter_token.add(t - live[1])
+                live[1] = t
+        elif kind == "add":
+            self.added += 1
+            self.prompt_tokens += e["prompt_tokens"]
+            self._live[e["id"]] = [t, None]
+        elif kind == "admit" and not e["again"]:
+            self.cached_tokens += e["cached_tokens"]
+            self.queue_time.add(t - self._live[e["id"]][0])
+        elif kind == "retract":
+            self.retractions += 1
+        elif kind == "finish":
+            self.requests[e["reason"]] += 1
+            self._live.pop(e["id"], None)
+        elif kind == "refuse":
+            self.requests["refused"] += 1
+
+    def snapshot(self, **levels: Any) -> Stats:
+        """A copy that no longer changes, with the levels filled in."""
+        copies = {name: getattr(self, name).copy() for name in ("requests", *_HISTOGRAMS)}
+        return replace(self, **copies, **levels, _live={})
+
+    def prometheus(self) -> str:
+        """The same numbers in Prometheus' text format.
+
+        Raises
+        ------
+        StateError
+            When the optional package prometheus_client is not installed.
+        """
+        try:
+            from prometheus_client import CollectorRegistry, generate_latest
+            from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+        except ImportError as e:
+            raise StateError("llm.stats().prometheus() needs prometheus_client: pip install 'minikv[metrics]'") from e
+        families: list = []
+        ended = CounterMetricFamily("minikv_requests", "Requests that ended, by reason", labels=["reason"])
+        for reason, n in self.requests.items():
+            ended.add_metric([reason], n)
+        families.append(ended)
+        for name, text in _COUNTERS.items():
+            families.append(CounterMetricFamily(f"minikv_{name}", text, value=getattr(self, name)))
+        for name, text in _GAUGES.items():
+            families.append(GaugeMetricFamily(f"minikv_{name}", text, value=getattr(self, name)))
+        for name, text in _HISTOGRAMS.items():
+            h, family = getattr(self, name), HistogramMetricFamily(f"minikv_{name}_seconds", text)
+            below = [sum(h.counts[: i + 1]) for i in range(len(h.counts))]
+            names = [*map(str, h.bounds), "+Inf"]
+            family.add_metric([], list(zip(names, below, strict=True)), h.total)
+            families.append(family)
+        registry = CollectorRegistry()
+        registry.register(_Fixed(families))
+        return generate_latest(registry).decode()
+
+
+class _Fixed:
+    """A Prometheus collector of metrics that are already there."""
+
+    def __init__(self, families: list) -> None:
+        self._families = families
+
+    def collect(self) -> list:
+        return self._families
+
+
+_COUNTERS = {
+    "added": "Requests that entered the queue",
+    "prompt_tokens": "Tokens of prompts",
+    "cached_tokens": "Prompt tokens found in the prefix cache",
+    "computed_tokens": "Tokens run through the model",
+    "generated_tokens": "Tokens sampled",
+    "steps": "Steps of the engine",
+    "retractions": "Requests taken out of the batch for lack of pages",
+    "evicted_tokens": "Tokens evicted from the prefix cache",
+}
+_GAUGES = {
+    "waiting": "Requests in the queue",
+    "running": "Requests that hold a row",
+    "pool_size": "Tokens the KV pool holds",
+    "pool_available": "Tokens in free pages",
+    "pool_evictable": "Cached tokens that nobody uses",
+}
+_HISTOGRAMS = {
+    "queue_time": "Seconds from add to the first admission",
+    "ttft": "Seconds from add to the first token",
+    "inter_token": "Seconds between tokens of one request",
+}

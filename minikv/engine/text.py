@@ -1,0 +1,105 @@
+"""Tokens to text, piece by piece: no half characters, no stop strings, nothing held back for ever.
+
+A token may hold part of a UTF-8 character, so token texts cannot simply be joined. A short window of recent tokens is
+decoded at each step; what an unfinished character shows at its end (U+FFFD, at most three of them) is held back, and
+only characters past those already sent are sent, even when the decoded text shrinks in between. The window is cut
+back to its last few tokens when it gets long: UTF-8 finds its character borders again, so the work per step is
+bounded whatever the bytes are. Windowed decoding is how text-generation-inference and vLLM do it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+UNFINISHED = "\ufffd"
+MAX_HELD = 3  # a UTF-8 character has at most three bytes before its last one
+KEEP, WINDOW = 8, 24  # tokens kept when the window is cut, and its longest length
+
+
+class Decodes(Protocol):
+    """All that is needed of a tokenizer here."""
+
+    def decode(self, ids: list[int], /) -> str: ...
+
+
+class TextStream:
+    """The text of one request.
+
+    Parameters
+    ----------
+    tokenizer
+        Anything with ``decode(ids) -> str``.
+    stop
+        Texts that end the output. The one that is complete first wins (of two complete at the same character, the
+        longer), so the result does not depend on how the text is cut into tokens.
+    keep_stop
+        Leave the stop text in.
+
+    Examples
+    --------
+    >>> class Letters:
+    ...     def decode(self, ids): return bytes(ids).decode("utf-8", "replace")
+    >>> s = TextStream(Letters(), stop=["END"])
+    >>> s.push(list(b"aE")), s.push(list(b"NDx")), s.stopped
+    ('a', '', True)
+    """
+
+    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = (), keep_stop: bool = False) -> None:
+        self._tokenizer, self._stop, self._keep_stop = tokenizer, tuple(stop), keep_stop
+        self._longest = max(map(len, self._stop), default=0)
+        self._window: list[int] = []
+        self._sent = 0  # characters of the window's text that have left it
+        self._held = ""  # whole characters that may be the beginning of a stop text
+        self._parts: list[str] = []
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """Everything given out so far."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def push(self, ids: Sequence[int], final: bool = False) -> str:
+        """Take new tokens, give out the text that is certain. `final` flushes what is held back."""
+        if self.stopped:
+            return ""
+        fresh = self._characters(list(ids), final)
+        out = self._until_stop(fresh, final) if self._stop else fresh
+        if out:
+            self._parts.append(out)
+        return out
+
+    def _characters(self, ids: list[int], final: bool) -> str:
+        self._window += ids
+        text = self._tokenizer.decode(self._window)
+        end = len(text)
+        while not final and len(text) - end < MAX_HELD and text.endswith(UNFINISHED, 0, end):
+            end -= 1
+        fresh = text[self._sent : end]
+        self._sent = max(self._sent, end)
+        if len(self._window) > WINDOW:
+            unsent = max(0, len(text) - self._sent)
+            self._window = self._window[-KEEP:]
+            self._sent = max(0, len(self._tokenizer.decode(self._window)) - unsent)
+        return fresh
+
+    def _until_stop(self, fresh: str, final: bool) -> str:
+        # Only `_held` can begin a stop text that ends in `fresh`: anything longer would have been found before.
+        text = self._held + fresh
+        hits = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
+        if hits:
+            end, start = min(hits)
+            self.stopped, self._held = True, ""
+            return text[: end if self._keep_stop else start]
+        keep = 0 if final else self._beginning_of_stop(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _beginning_of_stop(self, text: str) -> int:
+        for n in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-n:]
+            if any(s.startswith(tail) for s in self._stop):
+                return n
+        return 0

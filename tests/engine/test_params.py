@@ -1,0 +1,61 @@
+"""SamplingParams: what is accepted, and what is refused by name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from minikv import Error
+from minikv.engine import SamplingParams
+from minikv.engine.prompts import prompt_ids, split_prompts
+
+
+def test_defaults_are_the_documented_ones():
+    p = SamplingParams()
+    assert (p.max_tokens, p.temperature, p.top_k, p.top_p, p.min_p, p.seed) == (16, 1.0, -1, 1.0, 0.0, None)
+    assert (p.stop, p.stop_token_ids, p.keep_stop, p.ignore_eos, p.logprobs) == ((), (), False, False, None)
+    assert (p.repetition_penalty, p.priority, p.cache, p.namespace) == (1.0, 0, True, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", None), ("temperature", -0.1), ("temperature", math.nan),
+        ("temperature", "hot"), ("top_k", -2), ("top_k", 0.5), ("top_p", -0.1), ("top_p", 1.1), ("min_p", 2), ("seed", 1.5),
+        ("stop", ("",)), ("stop", (1,)), ("stop", 3), ("stop_token_ids", ("a",)), ("stop_token_ids", 7), ("logprobs", -1),
+        ("logit_bias", {"a": 1.0}), ("logit_bias", {1: math.inf}), ("logit_bias", [1]), ("presence_penalty", math.inf),
+        ("repetition_penalty", 0), ("namespace", []), ("json_schema", {"type": "object"}),
+    ],
+)  # fmt: skip
+def test_bad_values_are_named(name, value):
+    with pytest.raises(ValueError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert isinstance(caught.value, Error)
+
+
+def test_prompt_forms():
+    chat = [{"role": "user", "content": "hi"}]
+    assert split_prompts("a") == ["a"]
+    assert split_prompts([3, 4]) == [[3, 4]]
+    assert split_prompts(chat) == [chat]
+    assert split_prompts([[3], "a", chat, []]) == [[3], "a", chat, []]
+    assert split_prompts([]) == []
+    assert split_prompts([[]]) == [[]]
+    assert split_prompts(None) == [None]
+
+
+class Fake:
+    def encode(self, text):
+        return list(text.encode())
+
+    def chat(self, messages):
+        return [len(m["content"]) for m in messages]
+
+
+@pytest.mark.parametrize(
+    "bad", [None, 3, [1.5], [1, "a"], [True], [-1], [512], [10**30], [[1]], [{"role": "user"}], b"x"]
+)
+def test_bad_prompts_raise_one_kind_of_error(bad):
+    with pytest.raises(ValueError, match="prompt"):
+        prompt_ids(bad, Fake(), 512)
