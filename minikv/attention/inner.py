@@ -114,3 +114,177 @@ def normaliser(m_i, l_i, sink):
         weight = tl.exp2(m_i - m_all)
         total = l_i * weight + tl.exp2(sink2 - m_all)
         return tl.where(l_i == 0.0, 0.0, weight / tl.where(total == 0.0, 1.0, total))
+
+
+@triton.jit
+def head_columns(BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr):
+    """Column numbers of a head's main and tail block; 80 = 64 + 16, 192 = 128 + 64, 576 = 512 + 64."""
+    return tl.arange(0, BLOCK_D), BLOCK_D + tl.arange(0, BLOCK_TAIL if BLOCK_TAIL > 0 else 16)
+
+
+@triton.jit
+def load_rows(base, offsets, columns, live, D: tl.constexpr, BLOCK_END: tl.constexpr):
+    """Rows [N] of a head [.., D] at `offsets` as a tile; rows that are not `live` (None: all are) and padding are 0."""
+    where = base + offsets[:, None] + columns[None, :]
+    if live is None:
+        if BLOCK_END <= D:
+            return tl.load(where)
+        else:
+            return tl.load(where, mask=columns[None, :] < D, other=0.0)
+    else:
+        if BLOCK_END <= D:
+            return tl.load(where, mask=live[:, None], other=0.0)
+        else:
+            return tl.load(where, mask=live[:, None] & (columns[None, :] < D), other=0.0)
+
+
+@triton.jit
+def tile_range(lo, hi, full_lo, full_hi, BLOCK_N: tl.constexpr):
+    """Cut the keys [lo, hi) into tiles: the middle ones, whole within [full_lo, full_hi), need no mask.
+
+    Returns (first tile, masked tiles before the middle, tiles in the middle, masked tiles in all).
+    """
+    first = lo // BLOCK_N
+    last = tl.maximum((hi + BLOCK_N - 1) // BLOCK_N, first)
+    full_first = tl.minimum(tl.maximum((full_lo + BLOCK_N - 1) // BLOCK_N, first), last)
+    full_last = tl.minimum(tl.maximum(full_hi // BLOCK_N, full_first), last)
+    middle = full_last - full_first
+    return first, full_first - first, middle, last - first - middle
+
+
+@triton.jit
+def find_request(qo_indptr, place, batch, steps, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr):
+    """In a grid without empty programs: the request that owns `place`, and that request's first place.
+
+    Request b owns the places from ``qo_indptr[b] // BLOCK_M + EXTRA * b`` on: never fewer than its query tiles, at most
+    EXTRA more, and known without reading lengths back to the host. `steps` halvings find it.
+    """
+    low, high, begin = place * 0, batch + place * 0, place * 0
+    for _ in range(steps):
+        middle = (low + high) // 2
+        candidate = (tl.load(qo_indptr + middle) // BLOCK_M + EXTRA * middle).to(tl.int32)
+        below = candidate <= place
+        low, high = tl.where(below, middle, low), tl.where(below, high, middle)
+        begin = tl.where(below, candidate, begin)
+    return low, begin
+
+
+@triton.jit
+def attend(
+    acc,
+    m_i,
+    l_i,
+    q,
+    q_tail,
+    q_pos,
+    factor,
+    k_ptr,
+    v_ptr,
+    k_desc,
+    v_desc,
+    desc_column,
+    slots_ptr,
+    mask_rows,
+    base,
+    origin,
+    kv_begin,
+    kv_end,
+    first,
+    head_tiles,
+    gap,
+    num_tiles,
+    window,
+    scale,
+    cap,
+    stride_k,
+    stride_v,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+):
+    """Let one tile of queries see `num_tiles` tiles of keys: ``acc, m_i, l_i`` after them.
+
+    Tile i covers key positions ``origin + (first + i) * BLOCK_N + [0, BLOCK_N)``, `gap` tiles further on from the
+    `head_tiles`-th: the masked tiles lie before and after the unmasked ones. The key at position p lies in row
+    ``slots_ptr[base + p]`` of the pool, or without `slots_ptr` in row ``base + p`` of the new keys (also reached through
+    the descriptors `k_desc`, `v_desc` from column ``desc_column * D`` on, when there are). The slots of a tile are loaded
+    one tile ahead, so that the loads of K and V, which depend on them, can be issued early.
+    """
+    n = tl.arange(0, BLOCK_N)
+    columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
+    v_columns = tl.arange(0, BLOCK_DV)
+    kv_pos = origin + (first + tl.where(head_tiles > 0, 0, gap)) * BLOCK_N + n
+    if slots_ptr is None:
+        row = (base + kv_pos).to(tl.int64)
+    else:
+        row = tl.load(slots_ptr + base + kv_pos, mask=(kv_pos >= kv_begin) & (kv_pos < kv_end), other=0).to(tl.int64)
+    for i in range(num_tiles):
+        next_pos = origin + (first + i + 1 + tl.where(i + 1 >= head_tiles, gap, 0)) * BLOCK_N + n
+        if slots_ptr is None:
+            next_row = (base + next_pos).to(tl.int64)
+        else:
+            in_list = (next_pos >= kv_begin) & (next_pos < kv_end)
+            next_row = tl.load(slots_ptr + base + next_pos, mask=in_list, other=0).to(tl.int64)
+        seen, live, live_v = None, None, None
+        if MASKED:
+            live = (kv_pos >= kv_begin) & (kv_pos < kv_end)
+            seen = visible(q_pos, kv_pos, kv_end, window, CAUSAL, WINDOW) & (kv_pos[None, :] >= kv_begin)
+            live_v = live
+            if WINDOW:
+                live_v = live_v & (kv_pos >= tl.min(q_pos, 0) - window)
+            if mask_rows is not None:
+                allowed = tl.load(mask_rows[:, None] + kv_pos[None, :], mask=live[None, :], other=0) != 0
+                seen = seen & allowed
+                live_v = live_v & (tl.max(seen.to(tl.int32), 0) > 0)
+        desc_row = base + origin + (first + i) * BLOCK_N
+        if k_desc is None:
+            k = load_rows(k_ptr, row * stride_k, columns, live, D, BLOCK_D).to(q.dtype)
+        else:
+            k = k_desc.load([desc_row, desc_column * D])
+        qk = tl.dot(q, k.T, input_precision="ieee")
+        if BLOCK_TAIL > 0:
+            k_tail = load_rows(k_ptr, row * stride_k, tail_columns, live, D, BLOCK_D + BLOCK_TAIL).to(q.dtype)
+            qk = tl.dot(q_tail, k_tail.T, qk, input_precision="ieee")
+        x = capped(qk, scale, cap, CAP)
+        p, alpha, m_i, l_i = online_softmax(x, factor, seen, m_i, l_i)
+        # A masked key has weight 0, but 0 * NaN is NaN: values that nobody here sees are replaced by 0 as they load.
+        if v_desc is None:
+            v = load_rows(v_ptr, row * stride_v, v_columns, live_v, DV, BLOCK_DV).to(q.dtype)
+        else:
+            v = v_desc.load([desc_row, desc_column * DV])
+        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        kv_pos = next_pos
+        row = next_row
+    return acc, m_i, l_i
+
+
+@triton.jit
+def store_rows(
+    acc,
+    m_i,
+    l_i,
+    sink,
+    out,
+    lse,
+    row,
+    head,
+    live,
+    stride_row,
+    stride_head,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Normalise and store the `live` rows of one head's tile, and their log-sum-exp where `lse` [rows, heads] is given."""
+    columns = tl.arange(0, BLOCK_DV)
+    o = acc * normaliser(m_i, l_i, sink)[:, None]
+    where = out + row[:, None] * stride_row + head * stride_head + columns[None, :]
+    tl.store(where, o.to(out.dtype.element_ty), mask=live[:, None] & (columns[None, :] < DV))
+    if lse is not None:
+        tl.store(lse + row * tl.num_programs(0) + head, log_sum_exp(m_i, l_i), mask=live)

@@ -1,0 +1,544 @@
+"""Extend attention in two stages: new queries over a cached prefix in pages, then over their own new keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minikv._triton import INTERPRETED, tl, triton
+from minikv.attention import options
+from minikv.attention.inner import (
+    attend,
+    find_request,
+    head_columns,
+    load_rows,
+    log_sum_exp,
+    normaliser,
+    row_factor,
+    store_rows,
+    tile_range,
+)
+from minikv.attention.tiles import Tiles, capability_of, extend_tiles, head_blocks, power_of_two
+from minikv.device import refuse_interpreted_bf16, use_triton
+
+RULES = {"log": 1, "inverse": 2}
+
+
+def extend_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    *,
+    sm_scale: float | None = None,
+    causal: bool = True,
+    logit_cap: float = 0.0,
+    sliding_window: int = -1,
+    window_start: Tensor | None = None,
+    custom_mask: Tensor | None = None,
+    mask_indptr: Tensor | None = None,
+    skip_prefix_mask: bool = False,
+    sinks: Tensor | None = None,
+    xai_temperature_len: int = -1,
+    xai_temperature_rule: str = "log",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    page_size: int = 1,
+    max_extend_len: int | None = None,
+    return_lse: bool = False,
+    plan: Any = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new tokens over a cached prefix and over themselves, for a ragged batch laid end to end.
+
+    Query i of a request with P prefix tokens has position P + i; it sees the whole prefix and, when causal, the new keys
+    0..i. A row that sees no key is 0, with log-sum-exp -inf. Keys and values that no query of their request may see may
+    hold anything, NaN included.
+
+    Parameters
+    ----------
+    q
+        ``[tokens, q_heads, d_qk]``, fp16, bf16 or fp32; any ratio of query to KV heads.
+    k, v
+        The new keys and values, ``[tokens, kv_heads, d_qk]`` and ``[tokens, kv_heads, d_v]``.
+    k_cache, v_cache
+        The pool, ``[slots, kv_heads, d_qk]`` and ``[slots, kv_heads, d_v]``; only the listed slots are read.
+    qo_indptr, kv_indptr
+        int32 or int64 ``[batch + 1]``: where each request's new tokens, and its prefix in `kv_indices`, begin and end.
+    kv_indices
+        int32 or int64: the prefix slots of all requests, in order of position.
+    sm_scale
+        Multiplies the dot products; None is ``1 / sqrt(d_qk)``.
+    logit_cap
+        c > 0 turns a scaled score x into ``c * tanh(x / c)``; 0 is off.
+    sliding_window
+        W >= 0: a key is seen when ``query position - key position <= W``, so W + 1 keys; -1 is off.
+    window_start
+        int ``[batch]``: the position of each list's first entry, when lists hold only the window.
+    custom_mask, mask_indptr
+        bool, flattened ``[new, prefix + new]`` per request, and where each begins: replaces causality.
+    skip_prefix_mask
+        The prefix part of `custom_mask` is all True and need not be read.
+    sinks
+        ``[q_heads]``: a logit per head that joins the denominator once.
+    xai_temperature_len, xai_temperature_rule
+        L >= 2: scores of a query at pos > L times ``log2(pos) / log2(L)`` ("log"), or at pos >= L times ``L / (pos + 1)``
+        ("inverse").
+    k_scale, v_scale
+        Multiply what is read from the pool; the new `k` and `v` are not scaled.
+    page_size
+        A promise about `kv_indices` that this kernel does not need.
+    max_extend_len
+        The longest request's new tokens, if the caller knows: spares a search per program; nothing is read back without.
+    return_lse
+        Also return the natural log-sum-exp over keys (without the sink), fp32 ``[tokens, q_heads]``.
+    plan
+        Accepted for symmetry with decode; this kernel needs no buffers that outlive the call.
+    out
+        Where to write the result.
+    backend
+        "triton", "torch", or "auto": Triton on CUDA.
+
+    Returns
+    -------
+    Tensor or (Tensor, Tensor)
+        ``[tokens, q_heads, d_v]`` in q's dtype, and the log-sum-exp if asked for.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes, dtypes, devices or options that do not fit together.
+
+    Examples
+    --------
+    Two requests: one continues a prefix of 3 tokens with 2, one starts with 1. Scale 0 makes all weights equal.
+
+    >>> q, k = torch.zeros(3, 1, 16), torch.zeros(3, 1, 16)
+    >>> v, pool = torch.tensor([3.0, 4.0, 9.0])[:, None, None].expand(3, 1, 16), torch.arange(8.0)[:, None, None].expand(8, 1, 16)
+    >>> o = extend_attention(q, k, v, pool, pool, torch.tensor([0, 2, 3]), torch.tensor([0, 3, 3]), torch.tensor([0, 1, 2]))
+    >>> o[:, 0, 0].tolist()
+    [1.5, 2.0, 9.0]
+    """
+    opts = options.check_extend(
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        sm_scale=sm_scale,
+        causal=causal,
+        logit_cap=logit_cap,
+        sliding_window=sliding_window,
+        window_start=window_start,
+        custom_mask=custom_mask,
+        mask_indptr=mask_indptr,
+        skip_prefix_mask=skip_prefix_mask,
+        sinks=sinks,
+        xai_temperature_len=xai_temperature_len,
+        xai_temperature_rule=xai_temperature_rule,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        page_size=page_size,
+        max_extend_len=max_extend_len,
+        out=out,
+    )
+    if not use_triton(backend, q.device):
+        from minikv.attention import torch_path
+
+        return torch_path.extend(
+            q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, opts, return_lse=return_lse, out=out
+        )
+    refuse_interpreted_bf16(q=q, k_cache=k_cache)
+    return launch(q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, opts, max_extend_len, return_lse, out)
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    opts: options.Options,
+    max_extend_len: int | None,
+    return_lse: bool,
+    out: Tensor | None,
+    tiles: Tiles | None = None,
+    num_splits: int | None = None,
+    descriptors: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run the Triton kernel; the last three arguments, for tests and tuning, replace what is chosen here."""
+    tokens, q_heads, d = q.shape
+    batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
+    o = torch.empty((tokens, q_heads, d_v), dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    if tokens == 0 or batch == 0:
+        return o if lse is None else (o, lse)
+    if tiles is None:
+        tiles = extend_tiles(capability_of(q.device), d, d_v, q.dtype)
+    compact, places = grid_places(tokens, batch, tiles.block_m, 1, max_extend_len)
+    programs = places * q_heads * (1 if compact else batch)
+    if num_splits is None:
+        num_splits = prefix_splits(q.device, programs, kv_indices.shape[0] // batch, tiles.block_n)
+    partial, partial_lse = o, lse
+    if num_splits > 1:
+        partial = torch.empty((num_splits, tokens, q_heads, d_v), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty((num_splits, tokens, q_heads), dtype=torch.float32, device=q.device)
+    if descriptors is None:
+        descriptors = tiles.descriptors
+    k_desc, v_desc = new_descriptors(k, v, tiles.block_n) if descriptors else (None, None)
+    block_d, block_tail = head_blocks(d)
+    extend_kernel[(q_heads, places * num_splits, 1 if compact else batch)](
+        q,
+        k,
+        v,
+        k_cache,
+        v_cache,
+        partial,
+        partial_lse,
+        k_desc,
+        v_desc,
+        qo_indptr,
+        kv_indptr,
+        kv_indices,
+        opts.window_start,
+        None if opts.custom_mask is None else opts.custom_mask.view(torch.uint8),
+        opts.mask_indptr,
+        opts.sinks if num_splits == 1 else None,
+        batch,
+        batch.bit_length(),
+        tokens,
+        places,
+        num_splits,
+        q_heads // kv_heads,
+        opts.sliding_window,
+        opts.xai_temperature_len,
+        opts.sm_scale,
+        opts.k_scale,
+        opts.v_scale,
+        opts.logit_cap,
+        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        *(k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),
+        *(partial.stride(-3), partial.stride(-2)),
+        D=d,
+        DV=d_v,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=block_d,
+        BLOCK_TAIL=block_tail,
+        BLOCK_DV=max(16, power_of_two(d_v)),
+        CAUSAL=opts.causal and opts.custom_mask is None,
+        WINDOW=opts.sliding_window >= 0,
+        CAP=opts.logit_cap > 0,
+        RULE=RULES[opts.xai_temperature_rule] if opts.xai_temperature_len > 0 else 0,
+        SKIP_PREFIX_MASK=opts.skip_prefix_mask,
+        COMPACT=compact,
+        SPLIT=num_splits > 1,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if num_splits > 1:
+        rows = tokens * q_heads
+        merge_kernel[(triton.cdiv(rows, 16),)](
+            partial,
+            partial_lse,
+            o,
+            lse,
+            opts.sinks,
+            rows,
+            q_heads,
+            num_splits,
+            o.stride(0),
+            o.stride(1),
+            DV=d_v,
+            BLOCK_R=16,
+            BLOCK_DV=max(16, power_of_two(d_v)),
+        )
+    return o if lse is None else (o, lse)
+
+
+def grid_places(tokens: int, batch: int, block_m: int, extra: int, max_len: int | None) -> tuple[bool, int]:
+    """Shape of the grid: (compact?, places along its middle axis).
+
+    The plain grid has ``batch`` columns of the longest request's tiles, most of them empty in a ragged batch. The compact
+    one lays all requests' tiles end to end (see ``find_request``), which costs a search; it needs no longest length.
+    """
+    compact = tokens // block_m + extra * batch
+    if max_len is None:
+        return (True, compact) if batch > 1 else (False, triton.cdiv(tokens, block_m) + extra - 1)
+    plain = triton.cdiv(min(max_len, tokens), block_m) + extra - 1
+    return (True, compact) if plain * batch > 1.5 * compact else (False, max(plain, 1))
+
+
+def prefix_splits(device: torch.device, programs: int, mean_prefix: int, block_n: int) -> int:
+    """Into how many parts to cut the prefix: 1, unless there are too few query tiles to fill the chip."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    if programs > processors:
+        return 1
+    return max(1, min(16, triton.cdiv(2 * processors, programs), mean_prefix // (8 * block_n)))
+
+
+def new_descriptors(k: Tensor, v: Tensor, block_n: int) -> tuple[Any, Any]:
+    """Tensor descriptors of the new keys and values, from which Hopper's copy engine loads whole tiles; else Nones.
+
+    A tile of the descriptor is `block_n` tokens of one head: the head size must be a power of two, heads adjacent, and
+    every row aligned to 16 bytes.
+    """
+    for x in (k, v):
+        d = x.shape[2]
+        if d != power_of_two(d) or d > 256 or x.stride(1) != d or x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
+            return None, None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def describe(x: Tensor) -> Any:
+        return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [block_n, x.shape[2]])
+
+    return describe(k), describe(v)
+
+
+@triton.jit(do_not_specialize=["batch", "steps", "tokens", "places", "num_splits", "window", "temperature_len"])
+def extend_kernel(
+    q,
+    k,
+    v,
+    k_cache,
+    v_cache,
+    out,
+    lse,
+    k_desc,
+    v_desc,
+    qo_indptr,
+    kv_indptr,
+    kv_indices,
+    window_start,
+    custom_mask,
+    mask_indptr,
+    sinks,
+    batch,
+    steps,
+    tokens,
+    places,
+    num_splits,
+    group,
+    window,
+    temperature_len,
+    scale,
+    k_scale,
+    v_scale,
+    cap,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_kc,
+    stride_kch,
+    stride_vc,
+    stride_vch,
+    stride_ot,
+    stride_oh,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    RULE: tl.constexpr,
+    SKIP_PREFIX_MASK: tl.constexpr,
+    COMPACT: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One program: one query head, `BLOCK_M` new tokens of one request, all the keys they see (or one split of them).
+
+    ``o = sum_j softmax_j(cap(scale * q . k_j)) v_j`` by online softmax over tiles of `BLOCK_N` keys::
+
+                     prefix: through kv_indices          new: k, v directly
+                 0          BLOCK_N                P                        P + new
+                 +----------+----------+-------+---+------+------+------+------+
+        tile 0   |  window  | no mask  |no mask|mask| mask |      |      |      |   ^ launched last
+        tile 1   | skipped  |  mask    |no mask|mask|no mk.| mask |      |      |   |
+        tile 2   | skipped  | skipped  | mask |mask|no mk.|no mk.| mask |      |   | launched first (longest)
+                 +----------+----------+-------+---+------+------+------+------+
+
+    Tiles that every row sees whole go through a loop without masks, the others (edges of the window, the prefix's last
+    tile, the causal diagonal, all tiles under a custom mask) through a second loop. The grid runs over heads fastest, so
+    that the heads of a group find the K and V they share in L2; then query tiles, longest first; then requests. With
+    SPLIT, the prefix is cut into `num_splits` parts, `out` and `lse` hold one result per part, and the last part takes
+    the new keys.
+    """
+    head = tl.program_id(0)
+    place = tl.program_id(1)
+    split = 0
+    if SPLIT:
+        split = place % num_splits
+        place = place // num_splits
+    if COMPACT:
+        request, begin = find_request(qo_indptr, place, batch, steps, 1, BLOCK_M)
+    else:
+        request = tl.program_id(2)
+        begin = 0
+    q_start = tl.load(qo_indptr + request).to(tl.int32)
+    new = tl.load(qo_indptr + request + 1).to(tl.int32) - q_start
+    if COMPACT:
+        tile = (new + BLOCK_M - 1) // BLOCK_M - 1 - (place - begin)
+    else:
+        tile = places - 1 - place
+    if (tile < 0) | (tile * BLOCK_M >= new) | (place < begin):
+        return
+    kv_start = tl.load(kv_indptr + request).to(tl.int64)
+    prefix = (tl.load(kv_indptr + request + 1) - kv_start).to(tl.int32)
+
+    first_row = tile * BLOCK_M
+    last_row = tl.minimum(first_row + BLOCK_M, new) - 1
+    rows = first_row + tl.arange(0, BLOCK_M)
+    live = rows < new
+    q_pos = prefix + rows
+    absolute = q_pos
+    if window_start is not None:
+        absolute = q_pos + tl.load(window_start + request).to(tl.int32)
+    mask_rows = None
+    if custom_mask is not None:
+        mask_start = tl.load(mask_indptr + request).to(tl.int64)
+        mask_rows = custom_mask + mask_start + tl.minimum(rows, new - 1).to(tl.int64) * (prefix + new)
+    prefix_mask_rows = None if SKIP_PREFIX_MASK else mask_rows
+
+    columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
+    q_rows = (q_start + rows).to(tl.int64) * stride_qt
+    q_tile = load_rows(q + head * stride_qh, q_rows, columns, live, D, BLOCK_D)
+    q_tail = None
+    if BLOCK_TAIL > 0:
+        q_tail = load_rows(q + head * stride_qh, q_rows, tail_columns, live, D, BLOCK_D + BLOCK_TAIL)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    kv_head = (head // group).to(tl.int64)
+
+    # Stage 1, the prefix. A negative scale would make the maximum a minimum: then all tiles take the masked loop.
+    low, high = 0, prefix
+    if SPLIT:
+        part = tl.cdiv(tl.cdiv(prefix, BLOCK_N), num_splits) * BLOCK_N
+        low, high = split * part, tl.minimum(split * part + part, prefix)
+    full_low, full_high = low, tl.where(scale * k_scale < 0, 0, high)
+    if WINDOW:
+        low = tl.maximum(low, prefix + first_row - window)
+        full_low = tl.maximum(full_low, prefix + last_row - window)
+    if prefix_mask_rows is not None:
+        full_high = 0
+    first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
+    factor = row_factor(absolute, scale * k_scale, cap, temperature_len, CAP, RULE)
+    kc = k_cache + kv_head * stride_kch
+    vc = v_cache + kv_head * stride_vch
+    slots = kv_indices + kv_start
+    if prefix_mask_rows is None:
+        acc, m_i, l_i = attend(
+            *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, None),
+            *(0, 0, 0, prefix, first + head_tiles, 0, 0, middle, window, scale * k_scale, cap, stride_kc, stride_vc),
+            *(D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, False, False, False, CAP),
+        )
+    acc, m_i, l_i = attend(
+        *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, prefix_mask_rows),
+        *(0, 0, 0, high, first, head_tiles, middle, masked, window, scale * k_scale, cap, stride_kc, stride_vc),
+        *(D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, True, False, WINDOW, CAP),
+    )
+    acc = acc * v_scale
+
+    # Stage 2, the new keys: positions prefix.., in row q_start + position - prefix of k and v.
+    low, high = 0, new
+    full_high = new
+    if CAUSAL:
+        high = tl.minimum(new, first_row + BLOCK_M)
+        full_high = first_row + 1
+    if SPLIT:
+        high = tl.where(split == num_splits - 1, high, 0)
+        full_high = tl.where(split == num_splits - 1, full_high, 0)
+    full_low = low
+    if WINDOW:
+        low = tl.maximum(low, first_row - window)
+        full_low = tl.maximum(full_low, last_row - window)
+    full_high = tl.where(scale < 0, 0, full_high)
+    if mask_rows is not None:
+        full_high = 0
+    first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
+    factor = row_factor(absolute, scale, cap, temperature_len, CAP, RULE)
+    kn = k + kv_head * stride_kh
+    vn = v + kv_head * stride_vh
+    base = q_start - prefix
+    if mask_rows is None:
+        acc, m_i, l_i = attend(
+            *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, k_desc, v_desc, head // group, None, None),
+            *(base, prefix, prefix, prefix + new, first + head_tiles, 0, 0, middle, window, scale, cap),
+            *(stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, False, False, False, CAP),
+        )
+    acc, m_i, l_i = attend(
+        *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, None, None, 0, None, mask_rows),
+        *(base, prefix, prefix, prefix + high, first, head_tiles, middle, masked, window, scale, cap),
+        *(stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, True, CAUSAL, WINDOW, CAP),
+    )
+
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+    token = split.to(tl.int64) * tokens + q_start + rows if SPLIT else (q_start + rows).to(tl.int64)
+    store_rows(acc, m_i, l_i, sink, out, lse, token, head, live, stride_ot, stride_oh, DV, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["rows", "num_splits"])
+def merge_kernel(
+    partial,
+    partial_lse,
+    out,
+    lse,
+    sinks,
+    rows,
+    heads,
+    num_splits,
+    stride_ot,
+    stride_oh,
+    DV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """``o = sum_s e^(lse_s) o_s / (sum_s e^(lse_s) + e^sink)`` for `BLOCK_R` rows of (token, head), splits in order."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    live = row < rows
+    columns = tl.arange(0, BLOCK_DV)
+    inside = live[:, None] & (columns[None, :] < DV)
+    m_i = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    for split in range(num_splits):
+        at = row.to(tl.int64) + split * rows.to(tl.int64)
+        part = tl.load(partial + at[:, None] * DV + columns[None, :], mask=inside, other=0.0)
+        weight = tl.load(partial_lse + at, mask=live, other=float("-inf")) * 1.4426950408889634
+        m_new = tl.maximum(m_i, weight)
+        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha, beta = tl.exp2(m_i - m_ref), tl.exp2(weight - m_ref)
+        acc = acc * alpha[:, None] + part * beta[:, None]
+        l_i = l_i * alpha + beta
+        m_i = m_new
+    head = row % heads
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+    o = acc * normaliser(m_i, l_i, sink)[:, None]
+    where = out + (row // heads).to(tl.int64)[:, None] * stride_ot + head[:, None] * stride_oh + columns[None, :]
+    tl.store(where, o.to(out.dtype.element_ty), mask=inside)
+    if lse is not None:
+        tl.store(lse + row, log_sum_exp(m_i, l_i), mask=live)
