@@ -1,0 +1,1 @@
+"""Pictures of live objects: SVG for notebooks, text for terminals, one legend."""
