@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minikv.models.config import ModelConfig
-from minikv.models.layers import MLP, RMSNorm, Rotary, SelfAttention, Views
+from minikv.models.layers import MLP, Linear, RMSNorm, Rotary, SelfAttention
 from minikv.models.mla import LatentAttention
 
 if TYPE_CHECKING:
@@ -34,10 +34,12 @@ class Decoder(nn.Module):
         super().__init__()
         where: dict[str, Any] = {"device": torch.device(device), "dtype": dtype}
         self.config = config
-        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where), requires_grad=False)
+        self.embed_tokens = Linear(config.hidden_size, config.vocab_size, **where)  # one row per token id
         self.layers = nn.ModuleList(Layer(config, i, **where) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, **where)
-        self.lm_head = self.embed if config.tie_embeddings else nn.Parameter(torch.empty_like(self.embed), False)
+        self.lm_head = (
+            self.embed_tokens if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, **where)
+        )
         self.rotary = Rotary(config, where["device"])
 
     def forward(
@@ -64,7 +66,7 @@ class Decoder(nn.Module):
 
     def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """What the last layer leaves for each token, [T, hidden], before the final norm."""
-        hidden = F.embedding(token_ids, self.embed)  # [T, hidden]
+        hidden = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden]
         cos, sin = self.rotary(positions, hidden.dtype)  # [T, 1, d / 2] each
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, attention)
@@ -72,16 +74,24 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output matrix: [R, hidden] -> [R, vocab]."""
-        return F.linear(self.norm(hidden), self.lm_head)
+        return self.lm_head(self.norm(hidden))
 
-    def checkpoint_views(self) -> Views:
-        """Name of every tensor of a Hugging Face checkpoint, and the piece of a parameter that it fills."""
-        views = {"model.embed_tokens.weight": self.embed.data, "model.norm.weight": self.norm.weight.data}
-        if not self.config.tie_embeddings:
-            views["lm_head.weight"] = self.lm_head.data
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            views |= {f"model.layers.{i}.{name}": view.data for name, view in layer.views().items()}
+    def checkpoint_views(self) -> dict[str, Tensor]:
+        """Name of every tensor of a Hugging Face checkpoint, and the (piece of a) parameter that it fills."""
+        views: dict[str, Tensor] = {}
+        q, kv = self.config.q_heads * self.config.head_dim, self.config.kv_heads * self.config.head_dim
+        for name, weight in self.named_parameters():
+            name = name if name.startswith("lm_head") else f"model.{name}"
+            pieces = {name: weight.data}
+            for fused, parts in (
+                ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+                ("gate_up_proj", ("gate_proj", "up_proj")),
+            ):
+                if f".{fused}." in name:
+                    sizes = (q, kv, kv) if fused == "qkv_proj" else weight.shape[0] // 2
+                    rows = weight.data.split(sizes)
+                    pieces = {name.replace(fused, part): row for part, row in zip(parts, rows, strict=True)}
+            views |= pieces
         return views
 
 
@@ -90,19 +100,11 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, **where: Any) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_eps, **where)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps, **where)
         self.self_attn = (LatentAttention if config.mla else SelfAttention)(config, layer, **where)
-        self.post_norm = RMSNorm(config.hidden_size, config.rms_eps, **where)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, **where)
         self.mlp = MLP(config, **where)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_norm(hidden), cos, sin, attention)  # [T, hidden]
-        return hidden + self.mlp(self.post_norm(hidden))
-
-    def views(self) -> Views:
-        views = {
-            "input_layernorm.weight": self.input_norm.weight,
-            "post_attention_layernorm.weight": self.post_norm.weight,
-        }
-        views |= {f"self_attn.{name}": view for name, view in self.self_attn.views().items()}
-        return views | {f"mlp.{name}": view for name, view in self.mlp.views().items()}
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)  # [T, hidden]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -1,7 +1,8 @@
 """The parts of a decoder layer: rotary positions, attention with grouped heads, and the gated MLP.
 
 Projections that read the same input are stored as one matrix (q, k and v; gate and up): a decode step, bound by reading
-weights, launches few large products. In comments: T tokens, Hq and Hk query and KV heads, d the size of a head.
+weights, launches few large products. All other modules carry the names of Hugging Face checkpoints.
+In comments: T tokens, Hq and Hk query and KV heads, d the size of a head.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from minikv.models.config import ModelConfig
 if TYPE_CHECKING:
     from minikv.attention.backend import AttentionBackend
 
-Views = dict[str, Tensor]
-"""Checkpoint tensor name -> the piece of a parameter that it fills."""
-
 
 class Linear(nn.Module):
     """``x @ weight.T + bias`` with uninitialised, untrained parameters: checkpoints fill them in place."""
@@ -32,13 +30,6 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
-
-    def views(self, rows: dict[str, int]) -> Views:
-        """Split the rows among checkpoint names, in order: ``{"q_proj": Hq * d, ...}``."""
-        views = {f"{n}.weight": w for n, w in zip(rows, self.weight.split(list(rows.values())), strict=True)}
-        if self.bias is not None:
-            views |= {f"{n}.bias": b for n, b in zip(rows, self.bias.split(list(rows.values())), strict=True)}
-        return views
 
 
 class RMSNorm(nn.Module):
@@ -158,16 +149,6 @@ class SelfAttention(nn.Module):
         out = attention.forward(self.layer, q, k, v, self.options)  # [T, Hq, d]
         return self.o_proj(out.reshape(x.shape[0], -1))
 
-    def views(self) -> Views:
-        kv = self.kv_heads * self.d
-        views = self.qkv_proj.views({"q_proj": self.q_heads * self.d, "k_proj": kv, "v_proj": kv})
-        views |= self.o_proj.views({"o_proj": self.o_proj.weight.shape[0]})
-        if self.q_norm is not None and self.k_norm is not None:
-            views |= {"q_norm.weight": self.q_norm.weight, "k_norm.weight": self.k_norm.weight}
-        if self.sinks is not None:
-            views["sinks"] = self.sinks
-        return views
-
 
 class MLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``, gate and up in one product."""
@@ -181,7 +162,3 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).split(self.size, dim=-1)  # [T, intermediate] each
         return self.down_proj(F.silu(gate) * up)
-
-    def views(self) -> Views:
-        views = self.gate_up_proj.views({"gate_proj": self.size, "up_proj": self.size})
-        return views | self.down_proj.views({"down_proj": self.down_proj.weight.shape[0]})

@@ -104,7 +104,7 @@ def load(
     if name == "smollm2-135m":
         return _load_gguf(model_path(progress=progress), name, where, kind, progress)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _load_folder(path, name, where, kind, progress)
     if path.is_file():
         return _load_gguf(path, name, where, kind, progress)

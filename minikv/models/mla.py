@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minikv.models.config import ModelConfig
-from minikv.models.layers import Linear, RMSNorm, Views, rotate, yarn_mscale
+from minikv.models.layers import Linear, RMSNorm, rotate, yarn_mscale
 
 if TYPE_CHECKING:
     from minikv.attention.backend import AttentionBackend
@@ -34,12 +34,12 @@ class LatentAttention(nn.Module):
         if self.q_rank is not None:
             self.q_a_proj = Linear(hidden, self.q_rank, **where)
             self.q_a_layernorm = RMSNorm(self.q_rank, 1e-6, **where)
-        self.q_proj = Linear(self.q_rank or hidden, q_size, **where)
-        self.kv_a_proj = Linear(hidden, self.rank + self.rope, **where)
+            self.q_b_proj = Linear(self.q_rank, q_size, **where)
+        else:
+            self.q_proj = Linear(hidden, q_size, **where)
+        self.kv_a_proj_with_mqa = Linear(hidden, self.rank + self.rope, **where)
         self.kv_a_layernorm = RMSNorm(self.rank, 1e-6, **where)
-        self.kv_b = nn.Parameter(
-            torch.empty(self.heads, mla.nope_dim + mla.v_dim, self.rank, **where), requires_grad=False
-        )
+        self.kv_b_proj = Linear(self.rank, self.heads * (mla.nope_dim + mla.v_dim), **where)
         self.o_proj = Linear(self.heads * mla.v_dim, hidden, **where)
         sm_scale = (mla.nope_dim + mla.rope_dim) ** -0.5
         if config.rope_scaling and config.rope_scaling.get("mscale_all_dim"):
@@ -47,9 +47,9 @@ class LatentAttention(nn.Module):
         self.options = LayerAttention(sm_scale=sm_scale)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
-        q = self.q_a_layernorm(self.q_a_proj(x)) if self.q_rank is not None else x
-        q = self.q_proj(q).view(x.shape[0], self.heads, -1)  # [T, H, nope + rope]
-        latent = self.kv_a_proj(x)  # [T, r + rope]
+        q = self.q_proj(x) if self.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.view(x.shape[0], self.heads, -1)  # [T, H, nope + rope]
+        latent = self.kv_a_proj_with_mqa(x)  # [T, r + rope]
         row = torch.cat(  # [T, 1, r + rope]: what is cached
             (
                 self.kv_a_layernorm(latent[:, None, : self.rank]),
@@ -57,23 +57,10 @@ class LatentAttention(nn.Module):
             ),
             dim=-1,
         )
-        w_uk, w_uv = self.kv_b[:, : self.nope], self.kv_b[:, self.nope :]  # [H, nope, r], [H, v, r]
+        up = self.kv_b_proj.weight.view(self.heads, -1, self.rank)  # [H, nope + v, r]
+        w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
         q_nope = torch.bmm(q[..., : self.nope].transpose(0, 1), w_uk).transpose(0, 1)  # [T, H, r]
         q = torch.cat((q_nope, rotate(q[..., self.nope :], cos, sin, interleaved=True)), dim=-1)
         out = attention.forward(self.layer, q, row, row[..., : self.rank], self.options)  # [T, H, r]
         out = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)  # [T, H, v]
         return self.o_proj(out.reshape(x.shape[0], -1))
-
-    def views(self) -> Views:
-        views: Views = {
-            "kv_a_proj_with_mqa.weight": self.kv_a_proj.weight,
-            "kv_a_layernorm.weight": self.kv_a_layernorm.weight,
-            "kv_b_proj.weight": self.kv_b.flatten(0, 1),
-            "o_proj.weight": self.o_proj.weight,
-        }
-        if self.q_rank is None:
-            views["q_proj.weight"] = self.q_proj.weight
-        else:
-            views["q_a_proj.weight"], views["q_b_proj.weight"] = self.q_a_proj.weight, self.q_proj.weight
-            views["q_a_layernorm.weight"] = self.q_a_layernorm.weight
-        return views

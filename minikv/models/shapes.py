@@ -51,7 +51,7 @@ def random_model(
     --------
     >>> from minikv.models.shapes import TINY
     >>> a, b = random_model(TINY, seed=1), random_model(TINY, seed=1)
-    >>> bool((a.lm_head == b.lm_head).all())
+    >>> bool((a.lm_head.weight == b.lm_head.weight).all())
     True
     """
     decoder = Decoder(config, device, dtype)
@@ -61,9 +61,11 @@ def random_model(
         if "norm" in name:
             weight.fill_(1.0)
             continue
-        std = {"embed": 1.0, "lm_head": 2.0 * config.hidden_size**-0.5}.get(name, weight.shape[-1] ** -0.5)
-        if name == "embed" and config.tie_embeddings:
-            std = config.hidden_size**-0.5
+        std = weight.shape[-1] ** -0.5
+        if name.startswith("embed_tokens") and not config.tie_embeddings:
+            std = 1.0
+        elif name.startswith("lm_head"):
+            std *= 2.0
         weight.copy_(torch.randn(weight.shape, generator=generator, device=source) * std)
     return decoder
 
