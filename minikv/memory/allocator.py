@@ -1,0 +1,384 @@
+"""Pages of the KV pool: who gets which, and how they come back.
+
+A slot holds the K and V of one token; a page is `page_size` neighbouring slots (``slot = page * page_size + offset``).
+How many pages a call needs follows from lengths that the host knows, so an allocation is decided on the host before
+anything is launched, and the device only fills in the slots (`allocator_kernels.py`). The semantics are those of
+SGLang's paged allocator; the page table idea is vLLM's PagedAttention (Kwon et al., 2023).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from minikv.device import pick_device, use_triton
+from minikv.errors import ArgumentError, StateError
+from minikv.memory import allocator_kernels as kernels
+from minikv.memory.free_list import FREE, HELD, PENDING, FreeList
+from minikv.memory.launch import Staging
+
+MAX_PAGE_SIZE = 256
+
+
+@dataclass
+class AllocatorState:
+    """What :meth:`PagedAllocator.backup` remembers; opaque to callers."""
+
+    head: int
+    seen: int
+    frees: int
+    undone: int
+
+
+class PagedAllocator:
+    """Hands out KV slots in pages and takes them back.
+
+    Parameters
+    ----------
+    size
+        Tokens to hand out; rounded down to whole pages. Page 0 is extra and never handed out: padding writes there.
+    page_size
+        Tokens per page, 1 to 256.
+    device
+        Where slots live.
+    debug
+        Check what device tensors say, too; this waits for the device.
+    kernels
+        ``"triton"``, ``"torch"``, or ``"auto"``: Triton on CUDA, PyTorch on the CPU. The results are the same.
+
+    Examples
+    --------
+    >>> import torch
+    >>> a = PagedAllocator(size=12, page_size=4)
+    >>> a.alloc_extend(torch.tensor([0]), torch.tensor([6]), torch.tensor([-1]), 6)
+    tensor([4, 5, 6, 7, 8, 9])
+    >>> a.alloc_decode(torch.tensor([7]), torch.tensor([9]))
+    tensor([10])
+    >>> a.available_size()
+    4
+    >>> a.free(torch.tensor([8, 9, 10]))
+    >>> a
+    PagedAllocator(3 pages of 4 on cpu: 2 free, front first 2 3)
+    """
+
+    def __init__(
+        self,
+        size: int,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        debug: bool = False,
+        kernels: str = "auto",
+    ) -> None:
+        if not 1 <= page_size <= MAX_PAGE_SIZE:
+            raise ArgumentError("page_size", page_size, f"must be between 1 and {MAX_PAGE_SIZE}")
+        if size < page_size:
+            raise ArgumentError("size", size, f"must hold at least one page of {page_size} tokens")
+        if size % page_size:
+            warnings.warn(f"size={size} is rounded down to whole pages of {page_size} tokens", stacklevel=2)
+        self.page_size, self.num_pages, self.debug = page_size, size // page_size, debug
+        self.size = self.num_pages * page_size
+        if self.size >= 2**31:
+            raise ArgumentError("size", size, "slots are kept as int32 in the request table; stay below 2**31 tokens")
+        self.device = _with_index(pick_device(device))
+        self._on_cpu = self.device.type == "cpu"
+        self._triton = use_triton(kernels, self.device)
+        self._staging = Staging(self.device)
+        self._frees = self._undone = self._depth = 0
+        self._pending: list[Any] = []
+        self._free = FreeList(self.num_pages, self.device)
+
+    # ---- what there is -----------------------------------------------------------------------------------------
+
+    def available_size(self) -> int:
+        """Tokens in free pages; frees inside an open :meth:`free_group` do not count yet."""
+        self._free.poll()
+        return min(self.num_pages - self._free.head, self.num_pages) * self.page_size
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        """The free list, int64, front first (a copy; on CUDA this waits for the device)."""
+        return self._free.pages()
+
+    @property
+    def page_is_held(self) -> torch.Tensor:
+        """Bool ``[num_pages + 1]`` on the host: not free. Page 0 is always held (on CUDA this waits for the device)."""
+        return self._free.state[: self.num_pages + 1].cpu() != FREE
+
+    def is_free(self, pages: torch.Tensor | Sequence[int] | int) -> torch.Tensor:
+        """Whether each of `pages` is on the free list: bool on the host, shaped like `pages`."""
+        return ~self.page_is_held[torch.as_tensor(pages).long().cpu()]
+
+    # ---- handing out -------------------------------------------------------------------------------------------
+
+    def alloc(self, num_tokens: int) -> torch.Tensor | None:
+        """Slots of ``num_tokens / page_size`` whole pages, int64 ``[num_tokens]``, or None when there are too few.
+
+        Raises
+        ------
+        ArgumentError
+            For a negative number, or one that is not a multiple of the page size.
+        """
+        if num_tokens < 0 or num_tokens % self.page_size:
+            raise ArgumentError("num_tokens", num_tokens, f"must be whole pages, a multiple of {self.page_size}")
+        no_prefix = torch.full((1,), -1, dtype=torch.int64, device=self.device)
+        return self.alloc_extend(np.zeros(1, np.int64), np.array([num_tokens]), no_prefix, num_tokens)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor | np.ndarray,
+        seq_lens: torch.Tensor | np.ndarray,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+    ) -> torch.Tensor | None:
+        """Slots for the new tokens of a batch of requests.
+
+        Each request first fills the page of its last prefix token, then takes new pages, in batch order.
+
+        Parameters
+        ----------
+        prefix_lens, seq_lens
+            CPU integers ``[n]``: tokens before and after.
+        last_loc
+            int32 or int64 ``[n]`` on the allocator's device: slot of the last prefix token, -1 without a prefix.
+            ``(last_loc + 1) % page_size == prefix_lens % page_size``; checked on the CPU and with ``debug=True``.
+        extend_num_tokens
+            The sum of ``seq_lens - prefix_lens``.
+
+        Returns
+        -------
+        Tensor or None
+            int64 ``[extend_num_tokens]``, requests laid end to end; None, and nothing changed or launched, when there
+            are too few free pages.
+
+        Raises
+        ------
+        ArgumentError
+            For a negative extend, a wrong sum, wrong shapes or devices; nothing is changed.
+        """
+        prefix, seq = _lengths("prefix_lens", prefix_lens), _lengths("seq_lens", seq_lens)
+        n = seq.size
+        if prefix.size != n:
+            raise ArgumentError("prefix_lens", tuple(prefix.shape), f"must have as many entries as seq_lens, {n}")
+        new = seq - prefix
+        if n and np.minimum.reduce(new | prefix) < 0:  # the sign bit of either
+            i = int(np.argmax((new | prefix) < 0))
+            raise ArgumentError("prefix_lens", int(prefix[i]), f"of request {i} must be 0 to seq_lens, {seq[i]}")
+        self._check_last_loc(last_loc, prefix)
+        before = self._staging.array(2 * n + 2)
+        before[0] = before[n + 1] = 0
+        np.cumsum(new, out=before[1 : n + 1])
+        np.cumsum((seq + (self.page_size - 1)) // self.page_size - (prefix + (self.page_size - 1)) // self.page_size,
+                  out=before[n + 2 :])  # fmt: skip
+        total, new_pages = int(before[n]), int(before[-1])
+        if total != extend_num_tokens:
+            raise ArgumentError("extend_num_tokens", extend_num_tokens, f"must be the sum of the extends, {total}")
+        first = self._take(new_pages)
+        if first is None:
+            return None
+        if total == 0:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        longest = int(np.maximum.reduce(new))
+        fill_in = kernels.extend_triton if self._triton else kernels.extend_torch
+        return fill_in(
+            self._free, self.page_size, self._staging.send(before), last_loc, first, new_pages, total, longest
+        )
+
+    def alloc_decode(self, seq_lens: torch.Tensor | np.ndarray, last_loc: torch.Tensor) -> torch.Tensor | None:
+        """One more slot for each request: the next one of its page, or the first of a new page.
+
+        Parameters
+        ----------
+        seq_lens
+            CPU integers ``[n]``, the new token counted.
+        last_loc
+            As for :meth:`alloc_extend`, with ``prefix_lens = seq_lens - 1``.
+
+        Returns
+        -------
+        Tensor or None
+            int64 ``[n]``; None, and nothing changed or launched, when there are too few free pages.
+
+        Raises
+        ------
+        ArgumentError
+            For a length below 1, wrong shapes or devices.
+        """
+        prefix = _lengths("seq_lens", seq_lens) - 1
+        n = prefix.size
+        if n and np.minimum.reduce(prefix) < 0:
+            raise ArgumentError("seq_lens", int(prefix.min()) + 1, "must count the new token, so be at least 1")
+        self._check_last_loc(last_loc, prefix)
+        new_pages = n - int(np.count_nonzero(prefix % self.page_size))
+        first = self._take(new_pages)
+        if first is None:
+            return None
+        if n == 0:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        fill_in = kernels.decode_triton if self._triton else kernels.decode_torch
+        return fill_in(self._free, self.page_size, last_loc, first, new_pages)
+
+    def _take(self, pages: int) -> int | None:
+        """Position of the first of `pages` pages that now leave the free list, or None when there are too few."""
+        free = self._free
+        free.poll()
+        if pages > free.num_pages - free.head:
+            return None
+        free.head += pages
+        return free.head - pages
+
+    def _check_last_loc(self, last_loc: torch.Tensor, prefix: np.ndarray) -> None:
+        if last_loc.shape != prefix.shape or last_loc.dtype not in (torch.int64, torch.int32):
+            raise ArgumentError("last_loc", last_loc, f"must be int64 or int32 [{prefix.size}], one slot per request")
+        if last_loc.device != self.device:
+            raise ArgumentError("last_loc", last_loc.device, f"must be on the allocator's device, {self.device}")
+        if self._on_cpu or self.debug:
+            wrong = (last_loc.cpu().numpy() + 1 - prefix) % self.page_size
+            if wrong.any():
+                i = int(np.argmax(wrong != 0))
+                raise ArgumentError(
+                    "last_loc", int(last_loc[i]), f"of request {i} is not where a prefix of {prefix[i]} tokens ends in "
+                    f"its page of {self.page_size}; pass the slot of the last prefix token, -1 without a prefix"
+                )  # fmt: skip
+
+    # ---- taking back -------------------------------------------------------------------------------------------
+
+    def free(self, slots: torch.Tensor | Sequence[int]) -> None:
+        """Return the pages that hold `slots`; freeing any slot of a page frees the page.
+
+        Parameters
+        ----------
+        slots
+            int32 or int64 ``[n]``. On the CPU, or with ``debug=True``: any slots. On CUDA without `debug`: a run of one
+            request in order that begins at a page start; ``ceil(n / page_size)`` pages return, nothing is read back.
+
+        Raises
+        ------
+        ArgumentError
+            Naming the page that is already free, reserved or out of range, before anything is changed: always for CPU
+            tensors, with ``debug=True`` for device tensors. Without it such a page is ignored, and a later call warns.
+        """
+        slots = torch.as_tensor(slots).reshape(-1)
+        if slots.numel() == 0:
+            return
+        if slots.dtype not in (torch.int64, torch.int32):
+            raise ArgumentError("slots", slots.dtype, "must be int64 or int32")
+        if slots.device.type == "cpu" or self.debug:
+            pages = self._checked_pages(slots.cpu().numpy())
+        elif slots.device == self.device:
+            pages = slots[:: self.page_size].long() // self.page_size
+        else:
+            raise ArgumentError("slots", slots.device, f"must be on the CPU or on {self.device}")
+        self._frees += 1
+        self._pending.append(pages)
+        if self._depth == 0:
+            self._apply_frees()
+
+    @contextmanager
+    def free_group(self) -> Iterator[PagedAllocator]:
+        """Collect the frees of the body and apply them at the end of the outermost group as one ascending batch."""
+        self._depth += 1
+        try:
+            yield self
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._apply_frees()
+
+    def _checked_pages(self, slots: np.ndarray) -> np.ndarray:
+        """The pages of `slots`, ascending, each once and each held; on the CPU they are marked as on their way back."""
+        pages = np.unique(slots // self.page_size).astype(np.int64)
+        state = self._free.state.numpy() if self._on_cpu else self._state_with_pending()
+        outside = (pages < 1) | (pages > self.num_pages)
+        wrong = outside | (state[np.where(outside, 0, pages)] != HELD)
+        if wrong.any():
+            page = int(pages[np.argmax(wrong)])
+            why = "is already free" if 1 <= page <= self.num_pages else f"is not one of 1..{self.num_pages}"
+            slot = int(slots[slots // self.page_size == page][0])
+            raise ArgumentError("slots", slot, f"page {page} {why}; free each page once, and only slots handed out")
+        if self._on_cpu:
+            state[pages] = PENDING
+        return pages
+
+    def _state_with_pending(self) -> np.ndarray:
+        state = self._free.state.cpu().numpy()
+        for pages in self._pending:
+            state[pages.cpu().numpy() if isinstance(pages, torch.Tensor) else pages] = PENDING
+        return state
+
+    def _apply_frees(self) -> None:
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        if self._on_cpu:
+            pages = pending[0] if len(pending) == 1 else np.sort(np.concatenate(pending))
+            self._free.push(torch.from_numpy(pages))
+        else:
+            on_device = [p if isinstance(p, torch.Tensor) else torch.from_numpy(p).to(self.device) for p in pending]
+            self._free.push_filtered(torch.cat(on_device))
+
+    # ---- undoing -----------------------------------------------------------------------------------------------
+
+    def backup(self) -> AllocatorState:
+        """Remember this moment, for :meth:`restore`."""
+        return AllocatorState(self._free.head, self._free.seen, self._frees, self._undone)
+
+    def restore(self, state: AllocatorState) -> None:
+        """Undo all allocations made since `state`; it stays usable, later states do not.
+
+        Raises
+        ------
+        StateError
+            When something was freed since, or an earlier state was restored or the allocator cleared.
+        """
+        if state.frees != self._frees:
+            raise StateError("restore: slots were freed since backup(); undo allocations before freeing anything")
+        if state.undone != self._undone:
+            raise StateError("restore: an earlier state was restored since backup(); this one is no longer reachable")
+        free = self._free
+        head = state.head + free.seen - state.seen
+        free.mark(head, free.head - head, FREE)
+        free.head = head
+        self._undone += 1
+        state.undone = self._undone
+
+    def clear(self) -> None:
+        """Return to the fresh state: all pages free, ascending; open groups forget what they collected."""
+        self._free = FreeList(self.num_pages, self.device)
+        self._pending = []
+        self._frees += 1
+
+    # ---- showing -----------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        free = self.available_size() // self.page_size
+        text = f"PagedAllocator({self.num_pages} pages of {self.page_size} on {self.device}: {free} free"
+        if self._on_cpu and free:
+            shown = self._free.pages()[:9].tolist()
+            text += ", front first " + " ".join(map(str, shown[:8])) + (" …" if len(shown) > 8 else "")
+        return text + ")"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        from minikv.viz import pages
+
+        return pages.mimebundle(self)
+
+
+def _lengths(name: str, lengths: torch.Tensor | np.ndarray) -> np.ndarray:
+    """Lengths as int64 numpy ``[n]``, without waiting for a device."""
+    if isinstance(lengths, torch.Tensor):
+        if lengths.is_cuda:
+            raise ArgumentError(name, lengths.device, "must be a CPU tensor: reading it back would wait for the device")
+        lengths = lengths.numpy()
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise ArgumentError(name, lengths, "must be integers [n]")
+    return lengths if lengths.dtype == np.int64 else lengths.astype(np.int64)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device

@@ -1,0 +1,178 @@
+"""New slots for a batch of requests, computed on the device: as Triton kernels and as vectorised PyTorch.
+
+A request of prefix length ``p`` that grows by ``e`` tokens with page size ``P`` gets, in order, the rest of its last
+page and then pages from the front of the free list. With ``fill = -p mod P`` its token ``t`` lands in slot
+
+    last_loc + 1 + t                                     if t < fill
+    free[front + pages_before + (t - fill) // P] * P + (t - fill) % P   otherwise
+
+``front``, the tokens before each request and the pages before it are known on the host, so every token is independent:
+no scan over the batch on the device, and an extend of any length is a loop over blocks of tokens. (SGLang's kernels,
+whose semantics these follow, sum over all earlier requests in every program instead.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minikv._triton import tl, triton
+from minikv.memory.free_list import HELD, FreeList
+from minikv.memory.launch import Binary, pointer
+
+EXTEND_BLOCK, DECODE_BLOCK, MOST_PROGRAMS = 512, 256, 2048
+_binaries: dict[tuple[Any, ...], Binary] = {}
+
+
+def _binary(kernel: Any, args: tuple[Any, ...], page_size: int, block: int) -> Binary:
+    """The compiled kernel for this device and page size: one for all traffic."""
+    key = (kernel, args[0].device, page_size)
+    if key not in _binaries:
+        _binaries[key] = Binary(kernel, args, PAGE=page_size, BLOCK=block)
+    return _binaries[key]
+
+
+def extend_triton(
+    free: FreeList,
+    page_size: int,
+    before: torch.Tensor,
+    last_loc: torch.Tensor,
+    first: int,
+    new_pages: int,
+    total: int,
+    longest: int,
+) -> torch.Tensor:
+    """Slots of an extend in one launch.
+
+    Parameters
+    ----------
+    free
+        Free list and page states on the device.
+    before
+        int64 ``[2, n + 1]``: tokens, then new pages, of all requests before each one; the last column is the sum.
+    last_loc
+        int32 or int64 ``[n]``: slot of each request's last prefix token, -1 without a prefix.
+    first, new_pages
+        Position in the free list of the first new page, and how many pages are taken.
+    total, longest
+        New tokens in all, and of the longest request.
+
+    Returns
+    -------
+    Tensor
+        int64 ``[total]``.
+    """
+    n = last_loc.numel()
+    out = torch.empty(total, dtype=torch.int64, device=free.stack.device)
+    words, stride = _int32_words(last_loc)
+    blocks = min(-(-longest // EXTEND_BLOCK), max(1, MOST_PROGRAMS // n))
+    tensors = (out, free.stack, free.state, free.lost, before, words)
+    scalars = (first, free.seen, free.num_pages, n, stride)
+    _binary(extend_kernel, (*tensors, *scalars), page_size, EXTEND_BLOCK)(n, blocks, *map(pointer, tensors), *scalars)
+    return out
+
+
+def decode_triton(free: FreeList, page_size: int, last_loc: torch.Tensor, first: int, new_pages: int) -> torch.Tensor:
+    """Slots of one more token for each request in one launch: nothing but `last_loc` is read per request."""
+    n = last_loc.numel()
+    out = torch.empty(n, dtype=torch.int64, device=free.stack.device)
+    words, stride = _int32_words(last_loc)
+    tensors = (out, free.stack, free.state, free.lost, words)
+    scalars = (first, free.seen, free.num_pages, new_pages, n, stride)
+    binary = _binary(decode_kernel, (*tensors, *scalars), page_size, DECODE_BLOCK)
+    binary(-(-n // DECODE_BLOCK), 1, *map(pointer, tensors), *scalars)
+    return out
+
+
+def _int32_words(last_loc: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """`last_loc` as int32 words and the distance between entries: one binary serves int32 and int64 (low words)."""
+    if not last_loc.is_contiguous():
+        last_loc = last_loc.contiguous()
+    return (last_loc, 1) if last_loc.dtype == torch.int32 else (last_loc.view(torch.int32), 2)
+
+
+# Nothing about an argument is compiled in: not the value 1, not divisibility by 16, not a pointer's alignment.
+@triton.jit(do_not_specialize=[*range(11)], do_not_specialize_on_alignment=[*range(11)])
+def extend_kernel(
+    out_ptr, free_ptr, state_ptr, lost_ptr, before_ptr, last_loc_ptr,
+    first, seen, num_pages, n, last_loc_stride,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (i, j) writes the slots of request i's token blocks j, j + J, j + 2J, … of BLOCK tokens each."""
+    request = tl.program_id(0)
+    start = tl.load(before_ptr + request)
+    length = (tl.load(before_ptr + request + 1) - start).to(tl.int32)
+    pages_before = tl.load(before_ptr + n + 1 + request).to(tl.int32)
+    last = tl.load(last_loc_ptr + request * last_loc_stride).to(tl.int64)
+    # Pages that frees asked to return but that were not held shift the front; the host learns of them later.
+    front = first + (tl.load(lost_ptr).to(tl.int32) - seen)
+    fill = ((PAGE - (last + 1) % PAGE) % PAGE).to(tl.int32)
+    for block in range(tl.program_id(1) * BLOCK, length, tl.num_programs(1) * BLOCK):
+        t = block + tl.arange(0, BLOCK)
+        live = t < length
+        u = t - fill  # token number counted from the first new page
+        fresh = live & (u >= 0)
+        u = tl.where(fresh, u, 0)
+        index = front + pages_before + u // PAGE
+        page = tl.load(free_ptr + index, mask=fresh & (index < num_pages), other=0)
+        slot = tl.where(fresh, page * PAGE + u % PAGE, last + 1 + t)
+        tl.store(out_ptr + start + t, slot, mask=live)
+        tl.store(state_ptr + page, tl.full([BLOCK], 1, tl.uint8), mask=fresh & (u % PAGE == 0) & (page > 0))
+
+
+@triton.jit(do_not_specialize=[*range(11)], do_not_specialize_on_alignment=[*range(11)])
+def decode_kernel(
+    out_ptr, free_ptr, state_ptr, lost_ptr, last_loc_ptr,
+    first, seen, num_pages, new_pages, n, last_loc_stride,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program i gives BLOCK requests their next slot; a page is opened where ``last_loc + 1`` is a page start."""
+    lanes = tl.arange(0, BLOCK)
+    mine = tl.program_id(0) * BLOCK
+    rank = 0  # pages opened by requests of earlier programs
+    for start in range(0, mine, BLOCK):
+        earlier = tl.load(last_loc_ptr + (start + lanes) * last_loc_stride)
+        rank += tl.sum(((earlier + 1) % PAGE == 0).to(tl.int32), axis=0)
+    row = mine + lanes
+    live = row < n
+    last = tl.load(last_loc_ptr + row * last_loc_stride, mask=live, other=0)
+    front = first + (tl.load(lost_ptr).to(tl.int32) - seen)
+    opens = live & ((last + 1) % PAGE == 0)
+    rank += tl.cumsum(opens.to(tl.int32), axis=0) - 1
+    index = front + rank
+    page = tl.load(free_ptr + index, mask=opens & (rank < new_pages) & (index < num_pages), other=0)
+    tl.store(out_ptr + row, tl.where(opens, page * PAGE, last.to(tl.int64) + 1), mask=live)
+    tl.store(state_ptr + page, tl.full([BLOCK], 1, tl.uint8), mask=opens & (page > 0))
+
+
+def extend_torch(
+    free: FreeList,
+    page_size: int,
+    before: torch.Tensor,
+    last_loc: torch.Tensor,
+    first: int,
+    new_pages: int,
+    total: int,
+    longest: int,
+) -> torch.Tensor:
+    """The same slots as :func:`extend_triton`, with PyTorch operations on any device."""
+    tokens, pages = before.view(2, -1)
+    request = torch.repeat_interleave(tokens.diff(), output_size=total)
+    t = torch.arange(total, device=tokens.device) - tokens[request]
+    last = last_loc.long()[request]
+    u = t - (-(last + 1)) % page_size
+    fresh = u >= 0
+    page = free.page_at(first + pages[request] + u.div(page_size, rounding_mode="floor"), fresh)
+    free.mark(first, new_pages, HELD)
+    return torch.where(fresh, page * page_size + u % page_size, last + 1 + t)
+
+
+def decode_torch(free: FreeList, page_size: int, last_loc: torch.Tensor, first: int, new_pages: int) -> torch.Tensor:
+    """The same slots as :func:`decode_triton`, with PyTorch operations on any device."""
+    following = last_loc.long() + 1
+    opens = following % page_size == 0
+    rank = opens.cumsum(0) - 1
+    page = free.page_at(first + rank, opens & (rank < new_pages))
+    free.mark(first, new_pages, HELD)
+    return torch.where(opens, page * page_size, following)

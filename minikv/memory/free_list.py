@@ -1,0 +1,97 @@
+"""The free list of pages and one state byte per page, kept where the slots live.
+
+The list is a stack in a fixed buffer: free pages are ``stack[head:]``, front first. Handing out moves `head` forward,
+freeing writes in front of it, and undoing an allocation only moves it back, since what was handed out is still there.
+The buffer never moves, so a kernel gets one pointer and one number.
+
+On the CPU the state bytes check every free before it is done. On CUDA the slots of a free are on the device and are not
+read back, so there the bytes are on the device too: :meth:`push_filtered` lets a page back on the list only if it is
+held, and counts the others in `lost`. The host, which expected them back, then counts too many free pages until that
+number has travelled (by an asynchronous copy that nobody waits for); kernels add ``lost - seen`` to the host's `head`,
+so the list itself is exact at every moment: a page is never on it twice.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+FREE, HELD, PENDING, RESERVED = 0, 1, 2, 3  # PENDING: freed inside a free group; RESERVED: page 0, for padding
+
+
+class FreeList:
+    """Pages ``1..num_pages`` of a fresh pool, all free.
+
+    Attributes
+    ----------
+    head
+        Pages handed out, as the host counts them; ``num_pages - head`` are free.
+    stack
+        int64 ``[num_pages + 1]``; the last entry receives what is thrown away.
+    state
+        uint8 ``[num_pages + 2]``: FREE, HELD, PENDING or RESERVED for each page; the last entry is never read.
+    lost, seen
+        Pages that frees named although they were not held: the device's count (int64 ``[1]``), and the host's.
+    """
+
+    def __init__(self, num_pages: int, device: torch.device) -> None:
+        self.num_pages, self.head, self.seen = num_pages, 0, 0
+        self.stack = torch.arange(1, num_pages + 2, device=device)
+        self.state = torch.zeros(num_pages + 2, dtype=torch.uint8, device=device)
+        self.state[0].fill_(RESERVED)
+        self.lost = torch.zeros(1, dtype=torch.int64, device=device)
+        self._told = torch.zeros(1, dtype=torch.int64, pin_memory=True) if device.type == "cuda" else None
+        self._told_host = None if self._told is None else self._told.numpy()
+
+    def poll(self) -> None:
+        """Correct the host's count by what the device has reported so far; never waits."""
+        if self._told_host is None or self._told_host[0] == self.seen:
+            return
+        late = int(self._told_host[0]) - self.seen
+        self.head, self.seen = self.head + late, self.seen + late
+        warnings.warn(
+            f"{late} pages were freed that were not held (freed twice, page 0, or out of range); they were ignored. "
+            "PagedAllocator(..., debug=True) raises where it happens",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def pages(self) -> torch.Tensor:
+        """The free pages, front first (int64, a copy); waits for the device."""
+        front = self.head + int(self.lost) - self.seen
+        return self.stack[front : self.num_pages].clone()
+
+    def page_at(self, index: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Pages at positions `index` of the list as the host counts them; 0 where not `wanted` or past the end."""
+        index = index + (self.lost - self.seen)
+        inside = wanted & (index < self.num_pages)
+        return torch.where(inside, self.stack[torch.where(inside, index, 0)], 0)
+
+    def mark(self, first: int, count: int, value: int) -> None:
+        """Set the state of the pages at `count` positions of the list from `first` on."""
+        index = torch.arange(first, first + count, device=self.stack.device)
+        page = self.page_at(index, index >= first)
+        self.state.scatter_(0, torch.where(page > 0, page, self.num_pages + 1), value)
+
+    def push(self, pages: torch.Tensor) -> None:
+        """Return checked pages, ascending, to the front of a list in host memory."""
+        count = pages.numel()
+        self.stack[self.head - count : self.head] = pages
+        self.state[pages] = FREE
+        self.head -= count
+
+    def push_filtered(self, pages: torch.Tensor) -> None:
+        """Return those of `pages` (int64 ``[n]`` on the device, any order) that are held; nothing is read back."""
+        pages = pages.sort().values
+        named = torch.where((pages >= 1) & (pages <= self.num_pages), pages, 0)
+        good = self.state[named] == HELD
+        good[1:] &= pages[1:] != pages[:-1]
+        rank = good.cumsum(0)
+        front = self.head + (self.lost - self.seen) - rank[-1:]
+        self.stack.scatter_(0, torch.where(good, front + rank - 1, self.num_pages), pages)
+        self.state.scatter_(0, torch.where(good, named, self.num_pages + 1), FREE)
+        self.lost += pages.numel() - rank[-1:]
+        self.head -= pages.numel()
+        if self._told is not None:
+            self._told.copy_(self.lost, non_blocking=True)

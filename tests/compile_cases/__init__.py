@@ -1,0 +1,1 @@
+"""Kernels that ``tests/compile_check.py`` compiles, one module per room."""
