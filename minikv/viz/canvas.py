@@ -157,7 +157,8 @@ class Canvas:
         elif kind == "free":
             self.rect(x0, y0, w, w, fill=PAPER, stroke=MUTED, r=r, line=1.3, dash="1.3 3", tip=tip)
         elif kind == "empty":
-            self.rect(x0, y0, w, w, fill=PAPER, stroke=FAINT, r=r, tip=tip)
+            fill, edge = (style.blend(colour, 0.18), colour) if who else (PAPER, FAINT)
+            self.rect(x0, y0, w, w, fill=fill, stroke=edge, r=r, tip=tip)
         elif kind == "evicted":
             self.rect(x0, y0, w, w, fill=style.SHADE, stroke=NEUTRAL, r=r, tip=tip)
         else:

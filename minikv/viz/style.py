@@ -235,6 +235,18 @@ class Drawing:
         return path
 
 
+def si(value: float, unit: str) -> str:
+    """A number with a prefix of thousands.
+
+    >>> si(4.02e12, "B/s"), si(750, "B"), si(7e14, "FLOP/s")
+    ('4.02 TB/s', '750 B', '700 TFLOP/s')
+    """
+    power = 0
+    while abs(value) >= 999.5 and power < 5:
+        value, power = value / 1000, power + 1
+    return f"{value:.3g} {' kMGTP'[power].strip()}{unit}"
+
+
 def legend(requests: Iterable[int | str] = ("A", "B", "C")) -> Drawing:
     """The legend itself: every mark that the pictures use, with its meaning."""
     from minikv.viz.canvas import Canvas
@@ -248,29 +260,34 @@ def legend(requests: Iterable[int | str] = ("A", "B", "C")) -> Drawing:
     return canvas.finish(str(Table(rows)), rows)
 
 
-def chart(title: str, xlabel: str, ylabel: str, *, size: tuple[float, float] = (11.95, 5.4)) -> tuple[Figure, Axes]:
-    """An empty Matplotlib figure and axes in the style of the pictures; ``xlabel`` and ``ylabel`` carry their units.
+def chart(
+    title: str, xlabel: str, ylabel: str | Sequence[str], *, size: tuple[float, float] = (11.95, 5.4)
+) -> tuple[Figure, Any]:
+    """An empty Matplotlib figure in the style of the pictures, and its axes; the labels carry their units.
 
-    The figure is not registered with pyplot, so nothing is shown twice and nothing needs closing.
+    Several `ylabel` make as many panels over one x axis, and a list of axes. The figure is not registered with pyplot,
+    so nothing is shown twice and nothing needs closing.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    names = [ylabel] if isinstance(ylabel, str) else list(ylabel)
     with mpl.rc_context({"font.family": ["DejaVu Sans"], "font.size": 12}):
-        figure = Figure(figsize=size, facecolor=PAPER, layout="constrained")
+        figure = Figure(figsize=size, facecolor="none", layout="constrained")
         figure.get_layout_engine().set(w_pad=0.25, h_pad=0.22)  # type: ignore[union-attr]
-        axes = figure.add_subplot()
-        axes.set_facecolor(PAPER)
-        axes.set_title(title, loc="left", fontweight="bold", fontsize=15, color=INK, pad=14)
-        axes.set_xlabel(xlabel, color=INK)
-        axes.set_ylabel(ylabel, color=INK)
-        axes.tick_params(colors=MUTED, labelcolor=INK)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(FAINT)
-        axes.grid(True, color=SHADE, linewidth=1)
-        axes.set_axisbelow(True)
-        axes.set_prop_cycle(color=list(OKABE_ITO.values()))
-    return figure, axes
+        panels = list(figure.subplots(len(names), sharex=True, squeeze=False)[:, 0])
+        for axes, name in zip(panels, names, strict=True):
+            axes.set_facecolor(PAPER)
+            axes.set_ylabel(name, color=INK)
+            axes.tick_params(colors=MUTED, labelcolor=INK)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.spines[["left", "bottom"]].set_color(FAINT)
+            axes.grid(True, color=SHADE, linewidth=1)
+            axes.set_axisbelow(True)
+            axes.set_prop_cycle(color=list(OKABE_ITO.values()))
+        panels[0].set_title(title, loc="left", fontweight="bold", fontsize=15, color=INK, pad=14)
+        panels[-1].set_xlabel(xlabel, color=INK)
+    return figure, panels[0] if isinstance(ylabel, str) else panels
 
 
 def limit_line(axes: Axes, value: float, label: str, *, vertical: bool = False, **text: Any) -> None:
@@ -309,11 +326,14 @@ def finish_chart(figure: Figure, desc: str, data: Sequence[dict[str, Any]] = (),
     body = re.sub(r'\bid="', f'id="{mark}-', body)
     body = re.sub(r'(href="#|url\(#)', rf"\g<1>{mark}-", body)
     body = body.replace("'DejaVu Sans'", SANS.replace('"', "'"))
-    width = float(re.search(r'viewBox="0 0 ([\d.]+)', body)[1])  # type: ignore[index]
+    found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', body)
+    assert found is not None
+    width, height = float(found[1]), float(found[2])
     head = f'role="img" aria-labelledby="{mark}-t {mark}-d" style="width:100%;max-width:{width:.0f}px"'
     body = re.sub(r'<svg [^>]*?(viewBox="[^"]+")[^>]*>', rf'<svg {head} \1 xmlns="http://www.w3.org/2000/svg" '
                   rf'xmlns:xlink="http://www.w3.org/1999/xlink"><title id="{mark}-t">{clean(title)}</title>'
-                  rf'<desc id="{mark}-d">{clean(desc)}</desc>', body, count=1)  # fmt: skip
+                  rf'<desc id="{mark}-d">{clean(desc)}</desc><rect x="0.5" y="0.5" width="{width - 1:g}" '
+                  rf'height="{height - 1:g}" rx="10" fill="{PAPER}" stroke="{FAINT}"/>', body, count=1)  # fmt: skip
     body = re.sub(r"\s*<metadata>.*?</metadata>", "", body, flags=re.S)
     rows = list(data)
     return Drawing(body.strip(), text or f"{title}\n{Table(rows)}", title, desc, rows)

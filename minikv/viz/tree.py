@@ -44,6 +44,7 @@ def draw(
     max_nodes: int = 40,
     max_siblings: int = 8,
     title: str = "Radix tree",
+    note: str = "",
 ) -> Drawing:
     """Draw a radix tree with its tokens, pages, slots, locks, hits and ages.
 
@@ -60,6 +61,8 @@ def draw(
         Objects with a ``node``, as a list or a dict by letter; their letters stand on the nodes they use.
     colour_by
         Colour of the nodes: ``"recency"``, ``"hits"`` or ``"owner"`` (of `requests`); always written out as well.
+    note
+        What happens in this picture, written under the title.
     computed, reused, evicted
         Nodes whose tokens are drawn solid, hatched or struck through, in the colour of request `who`.
 
@@ -87,6 +90,8 @@ def draw(
     facts = facts if whole else "empty"
     named = [root for root in kept if root.namespace is not None]
     desc = f"Prefix tree: {facts}." + (f" It holds {len(roots)} namespaces." if named else "")
+    desc = f"{note}. {desc}" if note else desc
+    facts = f"{note} · {facts}" if note else facts
     canvas = Canvas(title, desc, subtitle=facts)
     if not (len(whole) <= SMALL_NODES and _small(canvas, kept, look)):
         _outline(canvas, kept, look)
