@@ -58,7 +58,7 @@ def _depth_first(waiting: Sequence[Request], probe: Probe) -> list[Request]:
     while stack:  # a long conversation makes a deep tree: no recursion
         node, children_done = stack.pop()
         if children_done:
-            result += here.get(node, [])
+            result += sorted(here.get(node, ()), key=lambda r: -probe(r)[1])
             continue
         stack.append((node, True))
         heaviest_last = sorted(below.get(node, ()), key=lambda child: weight[child])
@@ -69,9 +69,10 @@ def _depth_first(waiting: Sequence[Request], probe: Probe) -> list[Request]:
 def shared_key(request: Request, node: Any, cached: int, page_size: int) -> tuple | None:
     """Equal for two requests exactly when they have the same cached prefix and share the next 32 (page-rounded) tokens.
 
-    None when the request is too short, or is not to be cached: then it neither waits nor is waited for.
+    None when the request is too short or is not cached: then it neither waits nor is waited for. (The node names the
+    cached prefix; the namespace is for nodes at the root.)
     """
     end = (cached + SHARED + page_size - 1) // page_size * page_size
     if not request.cache or request.length < end:
         return None
-    return id(node), request.token_ids[cached:end].tobytes()
+    return id(node), request.namespace, request.token_ids[cached:end].tobytes()

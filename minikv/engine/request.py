@@ -127,6 +127,7 @@ class Request:
         self.computed, self.row, self.node, self.protected_len = 0, 0, None, 0
         self.namespace: Hashable = params.namespace
         self.cache, self.priority = params.cache, params.priority
+        self.probe: tuple | None = None  # what the scheduler last found of it in the prefix cache
         self.arrival = self.admission = -1  # order numbers given by the scheduler
         self.cached_tokens: int | None = None  # found in the prefix cache at the first admission
         self.finish_reason: str | None = None

@@ -135,7 +135,7 @@ class Scheduler:
         holders[request.state].remove(request)
         if request.state is not State.WAITING:
             self.cache.cache_finished(request)
-            request.row, request.node, request.protected_len, request.computed = 0, None, 0, 0
+            request.computed, request.probe = 0, None
         request.state = state
 
     # ---- a step
@@ -212,17 +212,16 @@ class Scheduler:
             claimed += self._new(r.computed, r.length) + self._growth(r)
         if any(end < r.length for r, end in chunks):
             return chunks
-        busy = {shared_key(r, r.node, r.protected_len, self.page_size) for r, _ in chunks}
+        busy = {self._shared(r, r.node, r.protected_len) for r, _ in chunks} - {None}
         queue = order(self.policy, self.waiting, self._probe) if budget > 0 and self._rows_left() else []
         for r in queue:
             if budget < 1 or not self._rows_left():
                 break
-            key = shared_key(r, *self._probe(r), self.page_size)
-            if key is not None and key in busy:
+            if self._shared(r, *self._probe(r)) in busy:
                 continue  # another request is computing this beginning right now: wait for its cache
             if not self._admit(r, claimed):
                 break
-            busy.add(key)
+            busy |= {self._shared(r, r.node, r.protected_len)} - {None}
             claimed += self._new(r.computed, r.length) + self._growth(r)
             end = min(r.length, r.computed + budget)
             budget -= end - r.computed
@@ -359,7 +358,14 @@ class Scheduler:
         return slots
 
     def _probe(self, r: Request) -> tuple[Any, int]:
-        return self.cache.peek(r.token_ids[:-1], r.namespace)
+        stats = self.cache.stats
+        version = (stats.inserted, stats.evicted, stats.splits)
+        if r.probe is None or r.probe[0] != version:
+            r.probe = (version, *self.cache.peek(r.token_ids[:-1] if r.cache else (), r.namespace))
+        return r.probe[1:]
+
+    def _shared(self, r: Request, node: Any, cached: int) -> tuple | None:
+        return None if self.cache.disable else shared_key(r, node, cached, self.page_size)
 
     def _emit_step(self, batch: Batch, got: list[int]) -> None:
         before, after = batch.prefix_lens.tolist(), batch.seq_lens.tolist()

@@ -18,16 +18,25 @@ def test_defaults_are_the_documented_ones():
     assert (p.repetition_penalty, p.priority, p.cache, p.namespace) == (1.0, 0, True, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", None), ("temperature", -0.1), ("temperature", math.nan),
-        ("temperature", "hot"), ("top_k", -2), ("top_k", 0.5), ("top_p", -0.1), ("top_p", 1.1), ("min_p", 2), ("seed", 1.5),
-        ("stop", ("",)), ("stop", (1,)), ("stop", 3), ("stop_token_ids", ("a",)), ("stop_token_ids", 7), ("logprobs", -1),
-        ("logit_bias", {"a": 1.0}), ("logit_bias", {1: math.inf}), ("logit_bias", [1]), ("presence_penalty", math.inf),
-        ("repetition_penalty", 0), ("namespace", []), ("json_schema", {"type": "object"}),
-    ],
-)  # fmt: skip
+BAD = {
+    "max_tokens": [-1, 1.5, None],
+    "temperature": [-0.1, math.nan, "hot"],
+    "top_k": [-2, 0.5],
+    "top_p": [-0.1, 1.1],
+    "min_p": [2],
+    "seed": [1.5],
+    "stop": [("",), (1,), 3],
+    "stop_token_ids": [("a",), 7],
+    "logprobs": [-1],
+    "logit_bias": [{"a": 1.0}, {1: math.inf}, [1]],
+    "presence_penalty": [math.inf],
+    "repetition_penalty": [0],
+    "namespace": [[]],
+    "json_schema": [{"type": "object"}],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
 def test_bad_values_are_named(name, value):
     with pytest.raises(ValueError, match=name) as caught:
         SamplingParams(**{name: value})
@@ -53,9 +62,10 @@ class Fake:
         return [len(m["content"]) for m in messages]
 
 
-@pytest.mark.parametrize(
-    "bad", [None, 3, [1.5], [1, "a"], [True], [-1], [512], [10**30], [[1]], [{"role": "user"}], b"x"]
-)
+BAD_PROMPTS = [None, 3, [1.5], [1, "a"], [True], [-1], [512], [10**30], [[1]], [{"role": "user"}], b"x"]
+
+
+@pytest.mark.parametrize("bad", BAD_PROMPTS)
 def test_bad_prompts_raise_one_kind_of_error(bad):
     with pytest.raises(ValueError, match="prompt"):
         prompt_ids(bad, Fake(), 512)

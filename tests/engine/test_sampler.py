@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def request(params=GREEDY, prompt=(1,), output=(), seed=0):
-    r = Request(1, list(prompt), params if params.max_tokens > len(output) else params, max_length=1000)
+    r = Request(1, list(prompt), params, max_length=1000)
     r._tokens = np.concatenate([r._tokens, np.zeros(64, np.int64)])
     for token in output:
         r.append(token)
@@ -180,11 +180,8 @@ def test_logit_bias_and_penalties_against_a_loop():
     p = SamplingParams(
         temperature=0, logit_bias={3: 2.5, 7: -1.0}, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.6
     )
-    rows = [
-        request(GREEDY),
-        request(p, prompt, output),
-        request(SamplingParams(frequency_penalty=-1.0), prompt, output),
-    ]
+    less = SamplingParams(frequency_penalty=-1.0)
+    rows = [request(GREEDY), request(p, prompt, output), request(less, prompt, output)]
     x = apply_edits(raw, rows)
     assert torch.equal(raw, kept)
     assert torch.equal(x[0], raw[0])
@@ -207,11 +204,8 @@ def test_logprobs_are_those_of_the_raw_logits():
     torch.manual_seed(3)
     logits = torch.randn(3, 16)
     want = torch.log_softmax(logits, -1)
-    params = [
-        SamplingParams(temperature=5.0, logit_bias={4: 50.0}, logprobs=3, seed=1),
-        GREEDY,
-        SamplingParams(logprobs=0, seed=2),
-    ]
+    biased = SamplingParams(temperature=5.0, logit_bias={4: 50.0}, logprobs=3, seed=1)
+    params = [biased, GREEDY, SamplingParams(logprobs=0, seed=2)]
     got = Sampler()(logits, [request(p) for p in params])
     assert got.logprobs[1] is None
     first, last = got.logprobs[0], got.logprobs[2]
@@ -226,10 +220,7 @@ def test_logprobs_are_those_of_the_raw_logits():
 
 def test_the_greedy_path_is_taken_only_where_it_is_the_same():
     assert Sampler.variant([request(GREEDY)] * 3) == "greedy"
-    for p in (
-        SamplingParams(),
-        SamplingParams(temperature=0, logprobs=0),
-        SamplingParams(temperature=0, logit_bias={1: 2.0}),
-    ):
-        assert Sampler.variant([request(GREEDY), request(p)]) == "sample"
+    for options in ({"temperature": 1}, {"logprobs": 0}, {"logit_bias": {1: 2.0}}):
+        other = SamplingParams(**{"temperature": 0, **options})
+        assert Sampler.variant([request(GREEDY), request(other)]) == "sample"
     assert Sampler()(torch.empty(0, 7), []).tokens == []

@@ -110,9 +110,9 @@ texts = st.text(alphabet=st.sampled_from("ab世é\U0001f336\ufffd E"), max_size=
 def test_any_cut_into_tokens_gives_the_same_text(raw, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=12)))
     pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
-    deltas, stream = run(Table(*pieces), list(range(len(pieces))))
+    _, stream = run(Table(*pieces), list(range(len(pieces))))
     assert stream.text == raw.decode("utf-8", "replace")
-    one_by_one, again = run(Bytes(), list(raw))
+    _, again = run(Bytes(), list(raw))
     assert again.text == (stream.text if raw else "")
 
 
@@ -129,5 +129,5 @@ def test_stop_strings_do_not_depend_on_token_borders(text, stops, keep, data):
             break
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    deltas, stream = run(Table(*pieces), list(range(len(pieces))), stop=stops, keep_stop=keep)
+    _, stream = run(Table(*pieces), list(range(len(pieces))), stop=stops, keep_stop=keep)
     assert stream.text == want
