@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minikv._triton import INTERPRETED, tl, triton
+from minikv._triton import tl, triton
 from minikv.attention import options
 from minikv.attention.inner import (
     attend,
@@ -243,7 +243,7 @@ def launch(
         WINDOW=opts.sliding_window >= 0,
         CAP=opts.logit_cap > 0,
         RULE=RULES[opts.xai_temperature_rule] if opts.xai_temperature_len > 0 else 0,
-        SKIP_PREFIX_MASK=opts.skip_prefix_mask,
+        MASK=0 if opts.custom_mask is None else 1 if opts.skip_prefix_mask else 2,
         COMPACT=compact,
         SPLIT=num_splits > 1,
         num_warps=tiles.num_warps,
@@ -298,7 +298,13 @@ def new_descriptors(k: Tensor, v: Tensor, block_n: int) -> tuple[Any, Any]:
     """
     for x in (k, v):
         d = x.shape[2]
-        if d != power_of_two(d) or d > 256 or x.stride(1) != d or x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
+        if (
+            d != power_of_two(d)
+            or d > 256
+            or x.stride(1) != d
+            or x.data_ptr() % 16
+            or x.stride(0) * x.element_size() % 16
+        ):
             return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -361,7 +367,7 @@ def extend_kernel(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     RULE: tl.constexpr,
-    SKIP_PREFIX_MASK: tl.constexpr,
+    MASK: tl.constexpr,
     COMPACT: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
@@ -413,16 +419,15 @@ def extend_kernel(
     absolute = q_pos
     if window_start is not None:
         absolute = q_pos + tl.load(window_start + request).to(tl.int32)
-    mask_rows = None
-    if custom_mask is not None:
+    mask_rows = rows
+    if MASK > 0:
         mask_start = tl.load(mask_indptr + request).to(tl.int64)
         mask_rows = custom_mask + mask_start + tl.minimum(rows, new - 1).to(tl.int64) * (prefix + new)
-    prefix_mask_rows = None if SKIP_PREFIX_MASK else mask_rows
 
     columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
     q_rows = (q_start + rows).to(tl.int64) * stride_qt
     q_tile = load_rows(q + head * stride_qh, q_rows, columns, live, D, BLOCK_D)
-    q_tail = None
+    q_tail = q_tile
     if BLOCK_TAIL > 0:
         q_tail = load_rows(q + head * stride_qh, q_rows, tail_columns, live, D, BLOCK_D + BLOCK_TAIL)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -439,23 +444,23 @@ def extend_kernel(
     if WINDOW:
         low = tl.maximum(low, prefix + first_row - window)
         full_low = tl.maximum(full_low, prefix + last_row - window)
-    if prefix_mask_rows is not None:
+    if MASK == 2:
         full_high = 0
     first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
     factor = row_factor(absolute, scale * k_scale, cap, temperature_len, CAP, RULE)
     kc = k_cache + kv_head * stride_kch
     vc = v_cache + kv_head * stride_vch
     slots = kv_indices + kv_start
-    if prefix_mask_rows is None:
+    if MASK < 2:
         acc, m_i, l_i = attend(
-            *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, None),
-            *(0, 0, 0, prefix, first + head_tiles, 0, 0, middle, window, scale * k_scale, cap, stride_kc, stride_vc),
-            *(D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, False, False, False, CAP),
+            *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows),
+            *(0, 0, 0, prefix, 0, first + head_tiles, 0, 0, middle, window, scale * k_scale, cap, stride_kc, stride_vc),
+            *(D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP),
         )
     acc, m_i, l_i = attend(
-        *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, prefix_mask_rows),
-        *(0, 0, 0, high, first, head_tiles, middle, masked, window, scale * k_scale, cap, stride_kc, stride_vc),
-        *(D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, True, False, WINDOW, CAP),
+        *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows),
+        *(0, 0, 0, high, 0, first, head_tiles, middle, masked, window, scale * k_scale, cap, stride_kc, stride_vc),
+        *(D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 2 if MASK == 2 else 1, False, WINDOW, CAP),
     )
     acc = acc * v_scale
 
@@ -473,29 +478,44 @@ def extend_kernel(
         low = tl.maximum(low, first_row - window)
         full_low = tl.maximum(full_low, last_row - window)
     full_high = tl.where(scale < 0, 0, full_high)
-    if mask_rows is not None:
+    if MASK > 0:
         full_high = 0
     first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
     factor = row_factor(absolute, scale, cap, temperature_len, CAP, RULE)
     kn = k + kv_head * stride_kh
     vn = v + kv_head * stride_vh
     base = q_start - prefix
-    if mask_rows is None:
+    if MASK == 0:
         acc, m_i, l_i = attend(
-            *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, k_desc, v_desc, head // group, None, None),
-            *(base, prefix, prefix, prefix + new, first + head_tiles, 0, 0, middle, window, scale, cap),
-            *(stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, False, False, False, CAP),
+            *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, k_desc, v_desc, head // group, None, mask_rows),
+            *(base, prefix, prefix, prefix + new, 0, first + head_tiles, 0, 0, middle, window, scale, cap),
+            *(stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP),
         )
     acc, m_i, l_i = attend(
         *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, None, None, 0, None, mask_rows),
-        *(base, prefix, prefix, prefix + high, first, head_tiles, middle, masked, window, scale, cap),
-        *(stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, True, CAUSAL, WINDOW, CAP),
+        *(base, prefix, prefix, prefix + high, 0, first, head_tiles, middle, masked, window, scale, cap),
+        *(
+            stride_kt,
+            stride_vt,
+            D,
+            DV,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_TAIL,
+            BLOCK_DV,
+            2 if MASK > 0 else 1,
+            CAUSAL,
+            WINDOW,
+            CAP,
+        ),
     )
 
     sink = None
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
-    token = split.to(tl.int64) * tokens + q_start + rows if SPLIT else (q_start + rows).to(tl.int64)
+    token = (q_start + rows).to(tl.int64)
+    if SPLIT:
+        token = token + split.to(tl.int64) * tokens
     store_rows(acc, m_i, l_i, sink, out, lse, token, head, live, stride_ot, stride_oh, DV, BLOCK_DV)
 
 

@@ -77,18 +77,18 @@ def online_softmax(x, factor, seen, m_i, l_i):
     Parameters: x fp32 [M, N]; factor fp32 [M], not negative (the maximum is taken before multiplying; with a negative
     scale negate q, which is exact); seen bool [M, N], or None for a tile that every row sees whole; m_i, l_i fp32 [M].
     Returns p [M, N] (unnormalised), alpha [M] (what the accumulator is to be multiplied by), m_i, l_i.
-    A row that has seen no key yet keeps ``m_i = -inf, l_i = 0`` exactly, whatever its masked scores hold, NaN included.
+    A row that has seen no key yet keeps ``m_i = -inf, l_i = 0`` exactly, whatever its masked scores hold, NaN included;
+    and a tile gives the same bits with `seen` all True as without (hence the explicit fused multiply-add in both).
     """
     if seen is None:
         m_new = tl.maximum(m_i, tl.max(x, 1) * factor)
         alpha = tl.exp2(m_i - m_new)
-        p = tl.exp2(x * factor[:, None] - m_new[:, None])
+        p = tl.exp2(tl.fma(x, factor[:, None], -m_new[:, None]))
     else:
-        s = tl.where(seen, x * factor[:, None], float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1))
+        m_new = tl.maximum(m_i, tl.max(tl.where(seen, x * factor[:, None], float("-inf")), 1))
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - m_ref)
-        p = tl.exp2(s - m_ref[:, None])
+        p = tl.where(seen, tl.exp2(tl.fma(x, factor[:, None], -m_ref[:, None])), 0.0)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
 
 
@@ -189,6 +189,7 @@ def attend(
     origin,
     kv_begin,
     kv_end,
+    mask_from,
     first,
     head_tiles,
     gap,
@@ -216,6 +217,8 @@ def attend(
     ``slots_ptr[base + p]`` of the pool, or without `slots_ptr` in row ``base + p`` of the new keys (also reached through
     the descriptors `k_desc`, `v_desc` from column ``desc_column * D`` on, when there are). The slots of a tile are loaded
     one tile ahead, so that the loads of K and V, which depend on them, can be issued early.
+    MASKED: 0, every query sees every key of these tiles; 1, masked by position; 2, also by the custom mask, which has a
+    row for each query (pointers `mask_rows` [M]) and counts from position `mask_from` on.
     """
     n = tl.arange(0, BLOCK_N)
     columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
@@ -233,14 +236,15 @@ def attend(
             in_list = (next_pos >= kv_begin) & (next_pos < kv_end)
             next_row = tl.load(slots_ptr + base + next_pos, mask=in_list, other=0).to(tl.int64)
         seen, live, live_v = None, None, None
-        if MASKED:
+        if MASKED > 0:
             live = (kv_pos >= kv_begin) & (kv_pos < kv_end)
             seen = visible(q_pos, kv_pos, kv_end, window, CAUSAL, WINDOW) & (kv_pos[None, :] >= kv_begin)
             live_v = live
             if WINDOW:
                 live_v = live_v & (kv_pos >= tl.min(q_pos, 0) - window)
-            if mask_rows is not None:
-                allowed = tl.load(mask_rows[:, None] + kv_pos[None, :], mask=live[None, :], other=0) != 0
+            if MASKED == 2:
+                read = live & (kv_pos >= mask_from)
+                allowed = tl.load(mask_rows[:, None] + kv_pos[None, :], mask=read[None, :], other=1) != 0
                 seen = seen & allowed
                 live_v = live_v & (tl.max(seen.to(tl.int32), 0) > 0)
         desc_row = base + origin + (first + i) * BLOCK_N
