@@ -7,5 +7,7 @@ hold what the slots stand for.
 from __future__ import annotations
 
 from minikv.memory.allocator import AllocatorState, PagedAllocator
+from minikv.memory.pools import DEFAULT_SHARE, KVPool, MLAPool, plan_size
+from minikv.memory.request_table import RequestTable
 
-__all__ = ["AllocatorState", "PagedAllocator"]
+__all__ = ["DEFAULT_SHARE", "AllocatorState", "KVPool", "MLAPool", "PagedAllocator", "RequestTable", "plan_size"]

@@ -1,0 +1,153 @@
+"""The request table: one row per running request, holding the slots of its tokens in order.
+
+This is the page table of the KV pool, kept per token so that attention can read it without knowing the page size
+(SGLang's ``req_to_token``). Row 0 stays all zero: padded rows of a captured graph point at it, so at page 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from minikv.device import pick_device
+from minikv.errors import ArgumentError, StateError
+
+
+class RequestTable:
+    """Rows ``1..max_requests`` for requests of at most `max_context` tokens.
+
+    Parameters
+    ----------
+    max_requests, max_context
+        Rows to hand out, and slots in each.
+    device
+        Where the table lives.
+    debug
+        Check what device tensors say, too: slots written are in range of a pool, row 0 is still zero. Waits for the
+        device.
+
+    Attributes
+    ----------
+    table
+        int32 ``[max_requests + 1, max_context]``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> t = RequestTable(max_requests=2, max_context=4)
+    >>> t.alloc(2), t.alloc(1)
+    ([1, 2], None)
+    >>> t.write([1, 2], [0, 0], [3, 1], torch.tensor([4, 5, 6, 8]))
+    >>> t.table.tolist()
+    [[0, 0, 0, 0], [4, 5, 6, 0], [8, 0, 0, 0]]
+    >>> t.free([1])
+    >>> t
+    RequestTable(2 rows of 4 on cpu: 1 free, in use 2)
+    """
+
+    def __init__(
+        self, max_requests: int, max_context: int, device: torch.device | str = "cpu", debug: bool = False
+    ) -> None:
+        for name, value in (("max_requests", max_requests), ("max_context", max_context)):
+            if value < 1:
+                raise ArgumentError(name, value, "must be at least 1")
+        self.max_requests, self.max_context, self.debug = max_requests, max_context, debug
+        self.device = pick_device(device)
+        self.table = torch.zeros(max_requests + 1, max_context, dtype=torch.int32, device=self.device)
+        self.clear()
+
+    def available_size(self) -> int:
+        """Rows that are free."""
+        return len(self._free)
+
+    def alloc(self, n: int) -> list[int] | None:
+        """Take `n` rows, or None (and nothing is taken) when fewer are free. What they hold is left over."""
+        if n < 0:
+            raise ArgumentError("n", n, "must be 0 or more rows")
+        if n > len(self._free):
+            return None
+        if self.debug and bool(self.table[0].any()):
+            raise StateError("RequestTable: something was written to row 0, which padding reads; it must stay zero")
+        rows, self._free = self._free[:n], self._free[n:]
+        for row in rows:
+            self._held[row] = 1
+        return rows
+
+    def free(self, rows: int | Sequence[int]) -> None:
+        """Return rows, to be used again first.
+
+        Raises
+        ------
+        ArgumentError
+            For a row that is not in use (freed twice, row 0, out of range) or named twice; then nothing is freed.
+        """
+        rows = [rows] if isinstance(rows, int) else [int(row) for row in rows]
+        for i, row in enumerate(rows):
+            if not 0 < row <= self.max_requests or not self._held[row] or row in rows[:i]:
+                raise ArgumentError("rows", row, f"is not in use; free each row of 1..{self.max_requests} once")
+        for row in rows:
+            self._held[row] = 0
+        self._free = sorted(rows) + self._free
+
+    def write(
+        self,
+        rows: Sequence[int] | torch.Tensor,
+        prefix_lens: Sequence[int] | torch.Tensor,
+        seq_lens: Sequence[int] | torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Write the slots of a batch: columns ``prefix_lens[i] .. seq_lens[i] - 1`` of row ``rows[i]``.
+
+        Parameters
+        ----------
+        rows, prefix_lens, seq_lens
+            Host integers ``[n]``.
+        slots
+            int32 or int64 ``[sum(seq_lens - prefix_lens)]`` on the table's device, requests laid end to end, as
+            :meth:`PagedAllocator.alloc_extend` returns them.
+
+        Raises
+        ------
+        ArgumentError
+            For a row not in use, columns outside the table or another number of slots; then nothing is written.
+        """
+        row, start, stop = (np.asarray(x, dtype=np.int64).reshape(-1) for x in (rows, prefix_lens, seq_lens))
+        if not row.size == start.size == stop.size:
+            raise ArgumentError("rows", row.size, f"rows for {start.size} prefix_lens and {stop.size} seq_lens")
+        for r, a, b in zip(row.tolist(), start.tolist(), stop.tolist(), strict=True):
+            if not 0 < r <= self.max_requests or not self._held[r]:
+                raise ArgumentError("rows", r, "is not in use; write to rows from alloc()")
+            if not 0 <= a <= b <= self.max_context:
+                raise ArgumentError("seq_lens", b, f"row {r} holds columns 0 to {self.max_context}, not {a} to {b}")
+        new = stop - start
+        if slots.ndim != 1 or slots.numel() != new.sum():
+            raise ArgumentError("slots", tuple(slots.shape), f"must be [{new.sum()}], one slot per new token")
+        if self.debug and slots.numel() and int(slots.min()) < 1:
+            raise ArgumentError("slots", int(slots.min()), "belongs to padding or to nothing; rows hold slots above 0")
+        ends = np.cumsum(new)
+        columns = np.arange(slots.numel()) - np.repeat(ends - new - start, new)
+        index = torch.from_numpy(np.repeat(row * self.max_context, new) + columns)
+        if self.device.type == "cuda":
+            index = index.pin_memory().to(self.device, non_blocking=True)
+        self.table.view(-1)[index] = slots.to(torch.int32)
+
+    def clear(self) -> None:
+        """All rows free and zero."""
+        self._free = list(range(1, self.max_requests + 1))
+        self._held = bytearray(self.max_requests + 1)
+        self.table.zero_()
+
+    def __repr__(self) -> str:
+        used = [row for row in range(1, self.max_requests + 1) if self._held[row]]
+        text = f"RequestTable({self.max_requests} rows of {self.max_context} on {self.device}: {len(self._free)} free"
+        if used:
+            text += ", in use " + " ".join(map(str, used[:8])) + (" …" if len(used) > 8 else "")
+        return text + ")"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        from minikv.viz import requests
+
+        return requests.mimebundle(self)
