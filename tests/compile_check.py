@@ -6,7 +6,7 @@ that it is used with. This file is a script because Triton decides once per proc
     python tests/compile_check.py [ROOM ...] [--arch 90] [--match TEXT]      # one JSON line per compiled kernel
 
 and :func:`compile_cases` runs it from a test. A room adds its kernels in ``tests/compile_cases/<room>.py`` as
-``def cases() -> list[Case]``. Shared memory comes from Triton's metadata; registers and spills from its own ``ptxas -v``.
+``def cases() -> list[Case]``. Shared memory comes from Triton's metadata, registers and spills from its ``ptxas -v``.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _compile(case: Case, arch: int) -> dict[str, Any]:
     names = kernel.arg_names
     missing = set(names) - set(case.signature) - set(case.constexprs)
     unknown = (set(case.signature) | set(case.constexprs) | set(case.aligned)) - set(names)
-    assert not missing and not unknown, f"{case.name}: parameters without a type {missing}, unknown {unknown}"
+    assert not missing | unknown, f"{case.name}: parameters without a type {missing}, unknown {unknown}"
     source = ASTSource(
         fn=kernel,
         signature={n: "constexpr" if n in case.constexprs else case.signature[n] for n in names},
