@@ -10,6 +10,8 @@ import torch
 from minikv.device import default_dtype
 from minikv.engine.batch import Batch
 from minikv.errors import ArgumentError, StateError
+from minikv.memory import KVPool, MLAPool, plan_size
+from minikv.models import ModelConfig
 
 DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16,
@@ -62,6 +64,30 @@ def pick_context(max_context: int | None, longest: int) -> int:
             "max_context", max_context, f"the model reads at most {longest} tokens; lower it or pass None"
         )
     return longest if max_context is None else max_context
+
+
+def build_pool(
+    config: ModelConfig,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_tokens: int | None,
+    kv_memory: int | None,
+    most: int,
+) -> tuple[KVPool | MLAPool, int]:
+    """The KV pool and its size in tokens: `kv_tokens`, or what `kv_memory` bytes hold, or a modest share of the free
+    memory, and then no more than `most` tokens."""
+    per_token = config.kv_bytes_per_token(dtype)
+    if kv_tokens is None:
+        kv_tokens = plan_size(
+            None if kv_memory is None else int(kv_memory), bytes_per_token=per_token, page_size=page_size, device=device
+        )
+        if kv_memory is None:
+            kv_tokens = min(kv_tokens, -(-most // page_size) * page_size)
+    if config.mla is not None:
+        shape = (config.num_layers, config.mla.kv_lora_rank, config.mla.rope_dim)
+        return MLAPool(kv_tokens, page_size, *shape, dtype, device), kv_tokens
+    return KVPool(kv_tokens, page_size, config.num_layers, config.kv_heads, config.head_dim, dtype, device), kv_tokens
 
 
 class EagerRunner:

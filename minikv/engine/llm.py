@@ -14,7 +14,7 @@ from minikv import models
 from minikv.attention.backend import AttentionBackend
 from minikv.device import pick_device
 from minikv.engine.batch import Batch
-from minikv.engine.build import KV_DTYPES, check_sizes, pick_context, pick_dtype, pick_runner
+from minikv.engine.build import KV_DTYPES, build_pool, check_sizes, pick_context, pick_dtype, pick_runner
 from minikv.engine.events import EventLog
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
@@ -105,10 +105,11 @@ class LLM:
         self.decoder, self.tokenizer, self.config, self.seed = loaded.decoder, loaded.tokenizer, loaded.config, seed
         config = loaded.config
         context = pick_context(max_context, config.max_context)
-        size = kv_tokens
+        self.pool, size = build_pool(
+            config, page_size, kv_dtype, self.device, kv_tokens, kv_memory, most=max_requests * context
+        )
         self.allocator = PagedAllocator(size, page_size, self.device)
         self.table = RequestTable(max_requests, context, self.device)
-        self.pool = None
         self.cache = RadixCache(page_size, self.allocator, self.table, eviction=eviction, disable=not prefix_cache)
         self.attention = AttentionBackend(
             self.pool, self.table, page_size=page_size, q_heads=config.q_heads,

@@ -236,7 +236,7 @@ class Scheduler:
             return False
         (r.row,) = self.table.alloc(1)
         r.node, r.computed, r.protected_len = match.node, match.length, match.length
-        self.table.table[r.row, : match.length] = match.slots
+        self.table.write([r.row], [0], [match.length], match.slots)
         self.waiting.remove(r)
         self.prefilling.append(r)
         r.state = State.PREFILL
@@ -256,22 +256,18 @@ class Scheduler:
         starts = [r.computed for r in requests]
         self._make_room(sum(map(self._new, starts, ends)))
         rows, prefix_lens, seq_lens = (torch.tensor(v) for v in ([r.row for r in requests], starts, ends))
-        lens = seq_lens - prefix_lens
-        ends_at = lens.cumsum(0)
-        positions = torch.arange(int(ends_at[-1])) - (ends_at - lens - prefix_lens).repeat_interleave(lens)
-        device = self.table.table.device
-        row_of_token, on_device = rows.repeat_interleave(lens).to(device), positions.to(device)
-        last_loc = self.table.table[rows.to(device), (prefix_lens - 1).clamp_min(0).to(device)].long()
-        last_loc = torch.where(prefix_lens.to(device) > 0, last_loc, -1)
-        slots = self._allocated(self.allocator.alloc_extend(prefix_lens, seq_lens, last_loc, positions.numel()))
-        self.table.table[row_of_token, on_device] = slots.to(torch.int32)
-        tokens = np.concatenate([r.token_ids[a:b] for r, a, b in zip(requests, starts, ends, strict=True)])
+        ends_at = (seq_lens - prefix_lens).cumsum(0)
+        last_loc = self._slots_at(rows, (prefix_lens - 1).clamp_min(0))
+        last_loc = torch.where((prefix_lens > 0).to(last_loc.device), last_loc, -1)
+        slots = self.allocator.alloc_extend(prefix_lens, seq_lens, last_loc, int(ends_at[-1]))
+        self._write(rows, prefix_lens, seq_lens, slots)
+        spans = list(zip(requests, starts, ends, strict=True))
         whole = [i for i, r in enumerate(requests) if ends[i] == r.length]
         return Batch(
             kind="extend",
             requests=requests,
-            token_ids=torch.from_numpy(tokens),
-            positions=positions,
+            token_ids=torch.from_numpy(np.concatenate([r.token_ids[a:b] for r, a, b in spans])),
+            positions=torch.from_numpy(np.concatenate([np.arange(a, b) for _, a, b in spans])),
             rows=rows,
             prefix_lens=prefix_lens,
             seq_lens=seq_lens,
@@ -286,10 +282,8 @@ class Scheduler:
         requests = list(self.running)
         rows, seq_lens = torch.tensor([r.row for r in requests]), torch.tensor([r.length for r in requests])
         prefix_lens = seq_lens - 1
-        device = self.table.table.device
-        on_device, last = rows.to(device), prefix_lens.to(device)
-        slots = self._allocated(self.allocator.alloc_decode(seq_lens, self.table.table[on_device, last - 1].long()))
-        self.table.table[on_device, last] = slots.to(torch.int32)
+        slots = self.allocator.alloc_decode(seq_lens, self._slots_at(rows, prefix_lens - 1))
+        self._write(rows, prefix_lens, seq_lens, slots)
         return Batch(
             kind="decode",
             requests=requests,
@@ -352,10 +346,13 @@ class Scheduler:
     def _rows_left(self) -> bool:
         return len(self.running) + len(self.prefilling) < self.max_requests and self.table.available_size() > 0
 
-    def _allocated(self, slots: torch.Tensor | None) -> torch.Tensor:
+    def _slots_at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        return self.table.table[rows.to(self.table.table.device), columns.to(self.table.table.device)].long()
+
+    def _write(self, rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, slots: torch.Tensor | None) -> None:
         if slots is None:
             raise StateError("the allocator refused pages it counted as free; llm.cache.check() names who holds them")
-        return slots
+        self.table.write(rows, starts, ends, slots)
 
     def _probe(self, r: Request) -> tuple[Any, int]:
         stats = self.cache.stats

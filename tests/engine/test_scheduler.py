@@ -75,7 +75,7 @@ def test_b38_abort_between_chunks_gives_no_page_away_twice():
 )
 def test_b39_one_partial_request_and_no_empty_chunk(lengths, want, warm):
     engine = Engine(page_size=1, chunk_tokens=8, policy="fcfs")
-    for i, n in enumerate(lengths):
+    for i in range(len(lengths)):
         if warm:  # one cached token each
             engine.add([20 + i], max_tokens=1)
             engine.run()
