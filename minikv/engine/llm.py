@@ -147,8 +147,8 @@ class LLM:
             In the order of the prompts. A prompt that cannot run has ``finish_reason="error"`` and says why in `error`.
         """
         prompts = split_prompts(prompts)
-        given = params or SamplingParams()
-        each = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
+        given = SamplingParams() if params is None else params
+        each = list(given) if isinstance(given, (list, tuple)) else [given] * len(prompts)
         if len(each) != len(prompts) or not all(isinstance(p, SamplingParams) for p in each):
             raise ArgumentError("params", params, f"give one SamplingParams, or {len(prompts)} (one per prompt)")
         results = [self._try_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
@@ -190,6 +190,7 @@ class LLM:
                     self._advance()
         finally:
             self.abort(request.id)
+            self._deliver([])
 
     # ---- step by step
 
