@@ -126,22 +126,7 @@ def _frame(
     for dy, name in ((14, "slot"), (34, "score s"), (52, "weight p")):
         canvas.text(side, y + cell + dy, name, size=11, fill=style.MUTED)
     y += cell + 92
-    old = states[now - 1] if now > 0 else None
-    old_l, old_acc = (old["l"], old["acc"]) if old else (0.0, np.zeros(values.shape[1]))
-    m_before = -math.inf if state is None else state["m_before"]
-    rows = [
-        ("m", "running maximum", "-∞" if state is None else _short(state["m"]),
-         "" if state is None else f"max({_short(m_before)}, {_short(state['scores'].max())})"),
-        ("α", "scale of what came before", "" if state is None else _short(state["alpha"]),
-         "" if state is None else f"exp({_short(m_before)} − {_short(state['m'])})"),
-        ("l", "running sum", "0" if state is None else _short(state["l"]),
-         "" if state is None else f"{_short(old_l)}·α + {_short(state['p'].sum())}"),
-        ("acc", "running output", _vector(old_acc if state is None else state["acc"]),
-         "" if state is None else f"{_vector(old_acc)}·α + p·V"),
-    ]  # fmt: skip
-    last = state is not None and now == count - 1
-    answer = state["acc"] / state["l"] if last and state["l"] else np.zeros(values.shape[1])
-    rows.append(("out", "the answer", _vector(answer) if last else "", "acc / l" if last else ""))
+    rows = _numbers(states, now, values.shape[1])
     for i, (name, meaning, value, how) in enumerate(rows):
         top = y + i * 30
         canvas.rect(canvas.margin, top - 17, 812, 26, fill=style.SHADE if i % 2 == 0 else style.PAPER, r=5)
@@ -151,6 +136,28 @@ def _frame(
         canvas.text(canvas.margin + 510, top, how, mono=True, size=11.5, fill=style.MUTED, fit=300)
     data = [{"": name, "value": value, "from": how} for name, _, value, how in rows]
     return canvas.finish(f"{title} ({facts})\n{style.Table(data)}", data, legend=False)
+
+
+def _numbers(states: list[dict[str, Any]], now: int, width: int) -> list[tuple[str, str, str, str]]:
+    """(name, meaning, value, how it came about) of the running numbers after tile `now` (-1: before the first)."""
+    before = states[now - 1] if now > 0 else {"m": -math.inf, "l": 0.0, "acc": np.zeros(width)}
+    names = ("running maximum", "scale of what came before", "running sum", "running output", "the answer")
+    if now < 0:
+        values, how = ["-∞", "", "0", _vector(before["acc"]), ""], [""] * 5
+    else:
+        at, last = states[now], now == len(states) - 1
+        answer = at["acc"] / at["l"] if at["l"] else np.zeros(width)  # no visible key: the answer is 0
+        values = [_short(at["m"]), _short(at["alpha"]), _short(at["l"]), _vector(at["acc"]), _vector(answer)]
+        how = [
+            f"max({_short(before['m'])}, {_short(at['scores'].max())})",
+            f"exp({_short(before['m'])} − {_short(at['m'])})",
+            f"{_short(before['l'])}·α + {_short(at['p'].sum())}",
+            f"{_vector(before['acc'])}·α + p·V",
+            "acc / l",
+        ]
+        if not last:
+            values[4] = how[4] = ""
+    return list(zip(("m", "α", "l", "acc", "out"), names, values, how, strict=True))
 
 
 def _short(value: float) -> str:

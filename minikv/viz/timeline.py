@@ -32,8 +32,8 @@ def draw(events: Iterable[Mapping[str, Any]], *, by: str = "step", title: str = 
         from matplotlib.gridspec import GridSpec
 
         grid = GridSpec(2, 1, figure=figure, height_ratios=[max(0.32 * len(shown) + 0.8, 1.6), 2.4])
-        for panel, cell in zip(panels, grid, strict=True):
-            panel.set_subplotspec(cell)
+        for i, panel in enumerate(panels):
+            panel.set_subplotspec(grid[i])
     seen: set[str] = set()
     for i, name in enumerate(shown):
         look = style.request(i)
