@@ -64,7 +64,7 @@ class RequestTable:
         return len(self._free)
 
     def alloc(self, n: int) -> list[int] | None:
-        """Take `n` rows, or None (and nothing is taken) when fewer are free. What they hold is left over."""
+        """Take `n` rows, or None (and nothing is taken) when fewer are free. They are zero."""
         if n < 0:
             raise ArgumentError("n", n, "must be 0 or more rows")
         if n > len(self._free):
@@ -77,7 +77,7 @@ class RequestTable:
         return rows
 
     def free(self, rows: int | Sequence[int]) -> None:
-        """Return rows, to be used again first.
+        """Return rows, zeroed, to be used again first.
 
         Raises
         ------
@@ -90,6 +90,7 @@ class RequestTable:
                 raise ArgumentError("rows", row, f"is not in use; free each row of 1..{self.max_requests} once")
         for row in rows:
             self._held[row] = 0
+            self.table[row].zero_()  # so what a row holds past its tokens was reserved by its present request
         self._free = sorted(rows) + self._free
 
     def write(

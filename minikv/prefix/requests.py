@@ -1,0 +1,79 @@
+"""How a request's pages become the tree's while it runs and when it ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minikv.prefix.node import Node, Slots, as_tensor, as_tokens, join
+
+if TYPE_CHECKING:
+    from minikv.memory import PagedAllocator, RequestTable
+
+
+class RequestLife:
+    """The part of :class:`.RadixCache` that a scheduler calls for a request after each chunk and at its end.
+
+    A request is any object with `token_ids`, `computed` (tokens whose K and V are written), `row`, `node` (locked for
+    it), `protected_len` (its first tokens, whose pages are the tree's) and `namespace`. With an attribute `cache` of
+    False nothing of it is stored; a `priority` is passed on to `insert`.
+    """
+
+    page_size: int
+    allocator: PagedAllocator | None
+    table: RequestTable | None
+    disable: bool
+    device: torch.device
+    lock: Any
+    unlock: Any
+    _insert: Any
+
+    def cache_unfinished(self, request: Any) -> None:
+        """After a chunk: the tree takes the request's whole pages, and the request goes on with the tree's.
+
+        Of what others had cached meanwhile its own copies are freed, and its row points at the tree's slots. Its new
+        node is locked, `protected_len` becomes the aligned length; the tail of less than a page stays its own. Calling
+        it twice changes nothing.
+        """
+        if path := self._store(request):
+            before, request.node = request.node, path[-1]
+            self.lock(path[-1])
+            if before is not None:
+                self.unlock(before)
+
+    def cache_finished(self, request: Any) -> None:
+        """The same with all `computed` tokens; then the tail, anything reserved past it and the row are freed.
+
+        Reserved is what the row holds beyond `computed`. The request's node is unlocked, and it holds nothing any more:
+        `row` and `protected_len` are 0, `node` is None. Retraction and abort are this call too.
+        """
+        self._store(request)
+        if self.table is not None and request.row:
+            row, start = self.table.table[request.row], request.protected_len
+            reserved = row[request.computed :].nonzero()  # a free row is zero, and slot 0 is never handed out
+            end = request.computed + (int(reserved[-1]) + 1 if len(reserved) else 0)
+            self._free(row[start:end])
+            self.table.free([request.row])
+        if request.node is not None:
+            self.unlock(request.node)
+        request.row, request.node, request.protected_len = 0, None, 0
+
+    def _store(self, request: Any) -> list[Node]:
+        """Insert what is new of a request's whole pages; returns the path to their node, empty when nothing is new."""
+        known, whole = request.protected_len, request.computed // self.page_size * self.page_size
+        gone = self.table is not None and not request.row
+        if whole <= known or gone or self.disable or not getattr(request, "cache", True):
+            return []
+        row = None if self.table is None else self.table.table[request.row]
+        tokens = as_tokens(request.token_ids[:whole])
+        path, present = self._insert(tokens, row, request.namespace, getattr(request, "priority", 0), known)
+        if row is not None and present > known:
+            self._free(row[known:present])
+            row[known:present] = join([node.stored for node in path])[known:present]
+        request.protected_len = whole
+        return path
+
+    def _free(self, slots: Slots) -> None:
+        if self.allocator is not None and len(slots):
+            self.allocator.free(as_tensor(slots).to(self.device, torch.int64))
