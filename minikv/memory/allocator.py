@@ -98,7 +98,7 @@ class PagedAllocator:
     def available_size(self) -> int:
         """Tokens in free pages; frees inside an open :meth:`free_group` do not count yet."""
         self._free.poll()
-        return min(self.num_pages - self._free.head, self.num_pages) * self.page_size
+        return self._free.available * self.page_size
 
     @property
     def free_pages(self) -> torch.Tensor:
@@ -227,7 +227,7 @@ class PagedAllocator:
         """Position of the first of `pages` pages that now leave the free list, or None when there are too few."""
         free = self._free
         free.poll()
-        if pages > free.num_pages - free.head:
+        if pages > free.available:
             return None
         free.head += pages
         return free.head - pages

@@ -51,11 +51,16 @@ class FreeList:
         late = int(self._told_host[0]) - self.seen
         self.head, self.seen = self.head + late, self.seen + late
         warnings.warn(
-            f"{late} pages were freed that were not held (freed twice, page 0, or out of range); they were ignored. "
+            "pages were freed that were not held (freed twice, page 0, or out of range); they were ignored. "
             "PagedAllocator(..., debug=True) raises where it happens",
             RuntimeWarning,
             stacklevel=4,
         )
+
+    @property
+    def available(self) -> int:
+        """Free pages, as the host counts them."""
+        return min(max(self.num_pages - self.head, 0), self.num_pages)
 
     def pages(self) -> torch.Tensor:
         """The free pages, front first (int64, a copy); waits for the device."""
@@ -88,10 +93,13 @@ class FreeList:
         good = self.state[named] == HELD
         good[1:] &= pages[1:] != pages[:-1]
         rank = good.cumsum(0)
-        front = self.head + (self.lost - self.seen) - rank[-1:]
+        front = self.head + (self.lost - self.seen)
+        # Allocations that the host granted past the true end got padding's page, and nothing left the list for them.
+        past_end = (front - self.num_pages).clamp_min(0)
+        front = front - past_end - rank[-1:]
         self.stack.scatter_(0, torch.where(good, front + rank - 1, self.num_pages), pages)
         self.state.scatter_(0, torch.where(good, named, self.num_pages + 1), FREE)
-        self.lost += pages.numel() - rank[-1:]
+        self.lost += pages.numel() - rank[-1:] - past_end
         self.head -= pages.numel()
         if self._told is not None:
             self._told.copy_(self.lost, non_blocking=True)

@@ -1,0 +1,141 @@
+"""The request table hands out rows once, keeps row 0 zero and refuses to write outside."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from minikv.errors import ArgumentError, StateError
+from minikv.memory import PagedAllocator, RequestTable
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request) -> str:
+    return request.param
+
+
+def test_rows_are_handed_out_and_come_back(where) -> None:
+    t = RequestTable(3, 8, device=where)
+    assert t.table.shape == (4, 8)
+    assert t.table.dtype == torch.int32
+    assert t.alloc(0) == []
+    assert t.alloc(2) == [1, 2]
+    assert t.alloc(2) is None
+    assert t.available_size() == 1, "nothing is taken when there are too few"
+    assert t.alloc(1) == [3]
+    t.free([3, 1])
+    assert t.alloc(2) == [1, 3]
+    t.free(2)
+    assert t.available_size() == 1
+
+
+@pytest.mark.parametrize("rows", [[0], [4], [-1], [2], [1, 1], [1, 2]])
+def test_freeing_a_row_that_is_not_in_use_raises_and_frees_nothing(rows) -> None:
+    t = RequestTable(3, 8)
+    t.alloc(2)
+    t.free([2])
+    with pytest.raises(ArgumentError, match="not in use"):
+        t.free(rows)
+    assert t.available_size() == 2
+
+
+def test_writes_land_where_the_lengths_say(where) -> None:
+    draw = random.Random(3)
+    t = RequestTable(5, 20, device=where)
+    want = [[0] * 20 for _ in range(6)]
+    rows = t.alloc(5)
+    for _ in range(10):
+        draw.shuffle(rows)
+        chosen = rows[: draw.randrange(1, 6)]
+        start = [draw.randrange(21) for _ in chosen]
+        stop = [draw.randrange(s, 21) for s in start]
+        slots = [draw.randrange(1, 1000) for _ in range(sum(stop) - sum(start))]
+        given = iter(slots)
+        for row, a, b in zip(chosen, start, stop, strict=True):
+            want[row][a:b] = [next(given) for _ in range(b - a)]
+        t.write(chosen, torch.tensor(start), stop, torch.tensor(slots, dtype=torch.int64, device=where))
+        assert t.table.tolist() == want
+    assert not t.table[0].any()
+
+
+@pytest.mark.parametrize(
+    ("rows", "start", "stop", "count", "message"),
+    [
+        ([1], [6], [9], 3, "seq_lens=9.*columns 0 to 8"),
+        ([1], [-1], [1], 2, "row 1"),
+        ([1], [3], [2], 0, "row 1"),
+        ([0], [0], [1], 1, "rows=0.*not in use"),
+        ([2], [0], [1], 1, "rows=2.*not in use"),
+        ([1], [0], [2], 3, "slots"),
+        ([1, 1], [0], [2], 2, "rows"),
+    ],
+)
+def test_wrong_writes_raise_and_write_nothing(rows, start, stop, count, message) -> None:
+    t = RequestTable(2, 8)
+    t.alloc(1)
+    with pytest.raises(ArgumentError, match=message):
+        t.write(rows, start, stop, torch.ones(count, dtype=torch.int64))
+    assert not t.table.any()
+
+
+def test_debug_looks_at_values() -> None:
+    t = RequestTable(2, 8, debug=True)
+    t.alloc(1)
+    with pytest.raises(ArgumentError, match="slots=0"):
+        t.write([1], [0], [2], torch.tensor([5, 0]))
+    t.table[0, 3] = 9
+    with pytest.raises(StateError, match="row 0"):
+        t.alloc(1)
+
+
+def test_wrong_numbers() -> None:
+    with pytest.raises(ArgumentError, match="max_requests"):
+        RequestTable(0, 8)
+    with pytest.raises(ArgumentError, match="max_context"):
+        RequestTable(2, 0)
+    with pytest.raises(ArgumentError, match="n=-1"):
+        RequestTable(2, 8).alloc(-1)
+
+
+def test_repr_and_notebook_picture() -> None:
+    t = RequestTable(20, 8)
+    assert repr(t) == "RequestTable(20 rows of 8 on cpu: 20 free)"
+    t.alloc(10)
+    assert repr(t) == "RequestTable(20 rows of 8 on cpu: 10 free, in use 1 2 3 4 5 6 7 8 …)"
+    assert {"image/svg+xml", "text/plain"} == set(t._repr_mimebundle_())
+    t.clear()
+    assert t.available_size() == 20
+
+
+def test_b06_rows_of_one_token_requests_come_back() -> None:
+    """More short requests than rows, one after another and two at a time: no row is missing at the end."""
+    t, a = RequestTable(2, 8), PagedAllocator(16, 4)
+    for together in (1, 2):
+        for _ in range(3):
+            rows = t.alloc(together)
+            assert rows is not None
+            lens = torch.tensor([3] * together)
+            slots = a.alloc_extend(lens * 0, lens, torch.full((together,), -1), 3 * together)
+            t.write(rows, lens * 0, lens, slots)
+            a.free(slots)
+            t.free(rows)
+    assert t.available_size() == 2
+    assert a.available_size() == 16
+
+
+def test_b10_a_window_reads_oldest_to_newest() -> None:
+    """Window of 4 keys, so 3 past tokens: the list is a slice of the row and cannot be rotated or unwritten."""
+    t, a = RequestTable(1, 16), PagedAllocator(16, 4)
+    pool = torch.full((a.size + 4,), -1)
+    (row,) = t.alloc(1)
+    slots = a.alloc_extend(torch.tensor([0]), torch.tensor([2]), torch.tensor([-1]), 2)
+    t.write([row], [0], [2], slots)
+    pool[slots] = torch.arange(2)
+    for n in range(2, 8):
+        kept = pool[t.table[row, max(0, n - 3) : n].long()]
+        assert kept.tolist() == [*range(max(0, n - 3), n)]
+        slot = a.alloc_decode(torch.tensor([n + 1]), t.table[row, n - 1 : n].long())
+        t.write([row], [n], [n + 1], slot)
+        pool[slot] = n
