@@ -158,3 +158,23 @@ def test_q4_1_by_hand(tmp_path: Path) -> None:
 def test_unpermute_by_hand() -> None:
     rows = torch.arange(8.0)[:, None]  # two heads of four rows: pairs (0, 1), (2, 3) become halves (0, 2), (1, 3)
     assert unpermute(rows, 4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+@pytest.mark.parametrize("rule", ["llama-bpe", "qwen2"])
+def test_texts_are_cut_as_in_transformers(rule: str, tmp_path: Path) -> None:
+    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    split = Split(Regex(mapping.GGUF_PRE_TOKENIZER_SPLITS[rule]), "isolated")
+    theirs = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
+    write(tmp_path / "m.gguf", "qwen2", pre=rule)
+    ours = load(tmp_path / "m.gguf", device="cpu", progress=False).tokenizer
+    for text in (
+        "I'LL it's 12345 x_y",
+        "  two\n\n1.  a\r\n b",
+        "你好, héllo🙂!!\n",
+        "tabs\t\t\tand   ",
+        "١٢٣٤ ½ e\u0301",
+    ):
+        assert ours.backend.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
