@@ -1,7 +1,7 @@
 """Block sizes: how many queries and keys a program holds at once, per chip, head size and dtype.
 
-A table, not an autotuner: the first call on a new shape is then as fast as the second, results do not depend on timings,
-and a reader sees what was chosen. Measured on an H200; the smaller chips get what their shared memory holds.
+A table, not an autotuner: the first call on a new shape is then as fast as the second, results do not depend on
+timings, and a reader sees what was chosen. Measured on an H200; smaller chips get what their shared memory holds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,27 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-# --- extend, two-stage -------------------------------------------------------------------------------------------------
+# --- extend ---
+
+
+def grid_places(tokens: int, batch: int, block_m: int, extra: int, max_len: int | None) -> tuple[bool, int]:
+    """Shape of the grid: (compact?, places along its middle axis).
+
+    The plain grid has ``batch`` columns of the longest request's tiles, most of them empty in a ragged batch. The
+    compact one lays all requests' tiles end to end (see ``find_request``): that costs a search, but no longest length.
+    """
+    compact = tokens // block_m + extra * batch
+    if max_len is None:
+        return (True, compact) if batch > 1 else (False, -(-tokens // block_m) + extra - 1)
+    plain = -(-min(max_len, tokens) // block_m) + extra - 1
+    return (True, compact) if plain * batch > 1.5 * compact else (False, max(plain, 1))
+
+
+def prefix_splits(processors: int, programs: int, mean_prefix: int, block_n: int) -> int:
+    """Into how many parts to cut the prefix: 1, unless there are too few query tiles to fill the chip."""
+    if programs > processors:
+        return 1
+    return max(1, min(16, 2 * processors // programs, mean_prefix // (8 * block_n)))
 
 
 @functools.cache
@@ -68,13 +88,65 @@ def extend_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch.
     return unified_tiles(capability, d_qk, d_v, dtype)
 
 
-# --- extend, unified: tile sizes are a promise ---------------------------------------------------------------------------
+@functools.cache
+def unified_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch.dtype) -> Tiles:
+    """Tiles of the unified kernel: block sizes depend on head dims and dtype only, since they fix the bits."""
+    return Tiles(64, 64, 4, 3)
+
+
+# --- decode ---
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Launch shape of the decode kernel, and how its work is cut.
+
+    Attributes
+    ----------
+    block_h
+        Query heads of one group per program, padded: ``tl.dot`` needs 16 rows at least.
+    block_n
+        Keys per tile.
+    per_processor
+        Programs per processor that a small batch is cut into.
+    min_tiles
+        Least key tiles of a part.
+    """
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    per_processor: int = 2
+    min_tiles: int = 1
+
+    def programs(self, q_heads: int, kv_heads: int) -> int:
+        """Programs that read the same keys' item: each KV head, times the blocks of its group."""
+        return kv_heads * -(-(q_heads // kv_heads) // self.block_h)
 
 
 @functools.cache
-def unified_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of the unified kernel: `block_m` and `block_n` depend on head dims and dtype only, since they fix the bits."""
-    return Tiles(64, 64, 4, 2)
+def decode_tiles(
+    capability: tuple[int, int], d_qk: int, d_v: int, group: int, item_bytes: int, values_in_keys: bool
+) -> DecodeTiles:
+    """Tiles of the decode kernel: by chip and head shape only, so a fixed split gives the same bits in any batch.
+
+    `group` query heads share a KV head of `item_bytes` per number; `values_in_keys`: no values are read besides (MLA).
+    """
+    columns = sum(head_blocks(d_qk)) + (0 if values_in_keys else max(16, power_of_two(d_v)))
+    key_bytes, block_h = columns * item_bytes, min(max(16, power_of_two(group)), 64)
+    small = shared_bytes(capability) < 128 * 1024
+    if item_bytes == 4:  # without tensor cores a dot lives in registers
+        return DecodeTiles(16, 64, 4, 3) if key_bytes <= 512 else DecodeTiles(16, 16, 4 if columns <= 512 else 8, 2)
+    if columns > 512:  # MLA
+        wide = DecodeTiles(min(block_h, 32), 32, 8, 2, per_processor=1)
+        return wide if small else DecodeTiles(block_h, 64, 8, 2, per_processor=1)
+    if capability < (8, 0):  # no asynchronous copies: a tile passes through registers
+        return DecodeTiles(block_h, 32, 4, 2)
+    block_n = 64 if key_bytes <= (384 if small else 640) else 32
+    return DecodeTiles(block_h, block_n, 2 if block_h == 16 and item_bytes == 2 and key_bytes <= 512 else 4, 3)
 
 
-# --- decode --------------------------------------------------------------------------------------------------------------
+def processors_of(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; the interpreter counts as one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,398 @@
+"""Decode attention: one new token per request over its cached keys, cut into parts that run side by side."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minikv._triton import tl, triton
+from minikv.attention import options
+from minikv.attention.inner import (
+    capped,
+    head_columns,
+    log_sum_exp,
+    normaliser,
+    online_softmax,
+    row_factor,
+)
+from minikv.attention.merge_kernel import merge_kernel, part_size
+from minikv.attention.plan import AttentionPlan, decode_tiles_of, uniform_splits, values_in_keys
+from minikv.attention.tiles import DecodeTiles, capability_of, head_blocks, power_of_two, processors_of
+from minikv.device import refuse_interpreted_bf16, use_triton
+
+RULES = {"log": 1, "inverse": 2}
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    *,
+    sm_scale: float | None = None,
+    logit_cap: float = 0.0,
+    sliding_window: int = -1,
+    window_start: Tensor | None = None,
+    sinks: Tensor | None = None,
+    xai_temperature_len: int = -1,
+    xai_temperature_rule: str = "log",
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    page_size: int = 1,
+    num_kv_splits: int | None = None,
+    return_lse: bool = False,
+    plan: AttentionPlan | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each request's newest token over all its listed keys, the newest (its own) included.
+
+    A request of length L has its query at position L - 1 (plus `window_start`). Length 0 gives 0, and log-sum-exp -inf.
+    Slots that are not listed, and listed ones outside the window, may hold anything, NaN included.
+
+    Parameters
+    ----------
+    q
+        ``[batch, q_heads, d_qk]``, fp16, bf16 or fp32; any ratio of query to KV heads.
+    k_cache, v_cache
+        The pool, ``[slots, kv_heads, d_qk]`` and ``[slots, kv_heads, d_v]``. For MLA, `v_cache` is a view of the
+        first columns of `k_cache`: each row is then read once.
+    kv_indptr
+        int32 or int64 ``[batch + 1]``: where each request's slots in `kv_indices` begin and end.
+    kv_indices
+        int32 or int64: the slots of all requests, in order of position.
+    sm_scale, logit_cap, sliding_window, window_start, sinks, xai_temperature_len, xai_temperature_rule
+        As in ``extend_attention``.
+    k_scale, v_scale
+        Multiply what is read from the pool.
+    page_size
+        A promise about `kv_indices` that this kernel does not need.
+    num_kv_splits
+        n cuts every request into n parts of ``ceil(L / n)`` keys rounded up to the tile: a request's result is then
+        bitwise the same whatever else is in the batch. None chooses by `plan`, or without one by the batch's shape.
+    return_lse
+        Also return the natural log-sum-exp over keys (without the sink), fp32 ``[batch, q_heads]``.
+    plan
+        An :class:`AttentionPlan` updated for these lengths: best for uneven batches, needed inside a captured graph.
+        Without one, and nothing is read back from the device, each request is cut into equally many parts.
+    out
+        Where to write the result.
+    backend
+        "triton", "torch", or "auto": Triton on CUDA.
+
+    Returns
+    -------
+    Tensor or (Tensor, Tensor)
+        ``[batch, q_heads, d_v]`` in q's dtype, and the log-sum-exp if asked for.
+
+    Raises
+    ------
+    ArgumentError
+        For shapes, dtypes, devices, options or a plan that do not fit together.
+    StateError
+        For a plan that was last updated for another batch size.
+
+    Examples
+    --------
+    Two requests of 3 and 1 tokens. Scale 0 makes all weights equal, so the results are means.
+
+    >>> pool = torch.arange(8.0)[:, None, None].expand(8, 1, 16)
+    >>> indptr, indices = torch.tensor([0, 3, 4]), torch.tensor([4, 5, 6, 2])
+    >>> o = decode_attention(torch.zeros(2, 1, 16), pool, pool, indptr, indices, sm_scale=0.0)
+    >>> o[:, 0, 0].tolist()
+    [5.0, 2.0]
+    """
+    opts = options.check_decode(
+        q,
+        k_cache,
+        v_cache,
+        kv_indptr,
+        kv_indices,
+        sm_scale=sm_scale,
+        logit_cap=logit_cap,
+        sliding_window=sliding_window,
+        window_start=window_start,
+        sinks=sinks,
+        xai_temperature_len=xai_temperature_len,
+        xai_temperature_rule=xai_temperature_rule,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        page_size=page_size,
+        num_kv_splits=num_kv_splits,
+        out=out,
+    )
+    if plan is not None:
+        plan.check(q, v_cache, num_kv_splits, sliding_window)
+    if not use_triton(backend, q.device):
+        from minikv.attention import torch_path
+
+        return torch_path.decode(q, k_cache, v_cache, kv_indptr, kv_indices, opts, return_lse=return_lse, out=out)
+    refuse_interpreted_bf16(q=q, k_cache=k_cache)
+    return launch(q, k_cache, v_cache, kv_indptr, kv_indices, opts, num_kv_splits, plan, return_lse, out)
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    opts: options.Options,
+    num_splits: int | None = None,
+    plan: AttentionPlan | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    tiles: DecodeTiles | None = None,
+    dependent: bool | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Run the Triton kernels; `tiles` and `dependent`, for tests and tuning, replace what is chosen here."""
+    batch, q_heads, d = q.shape
+    kv_heads, d_v = k_cache.shape[1], v_cache.shape[2]
+    o = torch.empty((batch, q_heads, d_v), dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty((batch, q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    if batch == 0:
+        return o if lse is None else (o, lse)
+    if tiles is None:
+        tiles = plan.tiles if plan is not None else decode_tiles_of(q_heads, k_cache, v_cache)
+    if dependent is None:
+        dependent = q.device.type == "cuda" and capability_of(q.device) >= (9, 0)
+    lanes = tiles.programs(q_heads, kv_heads)
+    items, merges, partial, partial_lse = None, None, None, None
+    if plan is not None:
+        num_items, num_merges, num_splits = plan.capacity(batch), plan.entries(batch), plan.num_kv_splits or 1
+        partial, partial_lse = plan.partial, plan.partial_lse
+        if plan.num_kv_splits is None:
+            items, merges = plan.items, plan.merges
+    else:
+        if num_splits is None:
+            num_splits = uniform_splits(batch, lanes, kv_indices.shape[0], tiles, processors_of(q.device))
+        num_items, num_merges = batch * num_splits, batch
+        partial = torch.empty((num_items if num_splits > 1 else 0, q_heads, d_v), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
+    block_d, block_tail = head_blocks(d)
+    pdl = {"launch_pdl": True} if dependent else {}
+    decode_kernel[(lanes, num_items)](
+        q,
+        k_cache,
+        v_cache,
+        o,
+        lse,
+        partial,
+        partial_lse,
+        kv_indptr,
+        kv_indices,
+        opts.window_start,
+        opts.sinks,
+        items,
+        num_splits,
+        q_heads,
+        q_heads // kv_heads,
+        opts.sliding_window,
+        opts.xai_temperature_len,
+        opts.sm_scale * opts.k_scale,
+        opts.v_scale,
+        opts.logit_cap,
+        *(q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),
+        *(o.stride(0), o.stride(1)),
+        D=d,
+        DV=d_v,
+        BLOCK_H=tiles.block_h,
+        BLOCK_N=tiles.block_n,
+        BLOCK_D=block_d,
+        BLOCK_TAIL=block_tail,
+        BLOCK_DV=max(16, power_of_two(d_v)),
+        V_IN_K=values_in_keys(k_cache, v_cache),
+        WINDOW=opts.sliding_window >= 0,
+        CAP=opts.logit_cap > 0,
+        RULE=RULES[opts.xai_temperature_rule] if opts.xai_temperature_len > 0 else 0,
+        DEPENDENT=dependent,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **pdl,
+    )
+    if num_items > batch:
+        merge_kernel[(q_heads, num_merges)](
+            partial,
+            partial_lse,
+            o,
+            lse,
+            kv_indptr,
+            opts.sinks,
+            merges,
+            num_splits,
+            o.stride(0),
+            o.stride(1),
+            DV=d_v,
+            BLOCK_N=tiles.block_n,
+            BLOCK_S=16,
+            BLOCK_DV=max(16, power_of_two(d_v)),
+            DEPENDENT=dependent,
+            num_warps=4,
+            **pdl,
+        )
+    return o if lse is None else (o, lse)
+
+
+@triton.jit(do_not_specialize=["num_splits", "window", "temperature_len"])
+def decode_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    kv_indptr,
+    kv_indices,
+    window_start,
+    sinks,
+    items,
+    num_splits,
+    q_heads,
+    group,
+    window,
+    temperature_len,
+    scale,
+    v_scale,
+    cap,
+    stride_qb,
+    stride_qh,
+    stride_kc,
+    stride_kch,
+    stride_vc,
+    stride_vch,
+    stride_ob,
+    stride_oh,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    V_IN_K: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    RULE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One program: one part of one request's keys, for (a block of) the query heads that share one KV head.
+
+    ``o = sum_j softmax_j(cap(scale * q . k_j)) v_j`` by online softmax over tiles of `BLOCK_N` keys::
+
+                            keys of the request, through kv_indices
+        position     0         BLOCK_N                                    L - 1
+                     +---------+---------+---------+---------+---------+----+
+        BLOCK_H      |         |         |         |         |         |    |   heads of the group, padded to 16 rows:
+        query heads  |  part 0: low      |  part 1           |  part 2      |   K and V are read once for all of them
+                     +---------+---------+---------+---------+---------+----+
+        program      items[i] = (request, 0, end, row)       ...              one per part and KV head
+
+    A whole request is written to `out`; a part goes, normalised, to its row of `partial` with the log-sum-exp that
+    `merge_kernel` weighs it by. Without `items`, program i takes part ``i % num_splits`` of request ``i // num_splits``
+    (see ``part_size``). The slots of a tile are loaded one tile ahead, so that the loads of K and V, which depend on them, can be issued
+    early. The grid runs over KV heads fastest: programs that read neighbouring bytes of the same slots run together.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    item = tl.program_id(1)
+    if items is None:
+        request = item // num_splits
+        low = item % num_splits  # the part's number, for now
+        high = 0
+        row = item
+    else:
+        request = tl.load(items + item * 4)
+        low = tl.load(items + item * 4 + 1)
+        high = tl.load(items + item * 4 + 2)
+        row = tl.load(items + item * 4 + 3)
+    kv_start = tl.load(kv_indptr + tl.maximum(request, 0)).to(tl.int64)
+    length = (tl.load(kv_indptr + tl.maximum(request, 0) + 1) - kv_start).to(tl.int32)
+    if items is None:
+        size = part_size(length, num_splits, BLOCK_N)
+        idle = (low > 0) & (low * size >= length)
+        row = tl.where(length > size, row, -1)
+        low = low * size
+        high = low + size
+    else:
+        idle = request < 0
+    if idle:
+        return
+    high = tl.minimum(high, length)
+    position = length - 1
+    if WINDOW:
+        low = tl.maximum(low, tl.maximum(position - window, 0) // BLOCK_N * BLOCK_N)
+
+    blocks = (group + BLOCK_H - 1) // BLOCK_H
+    kv_head = tl.program_id(0) // blocks
+    member = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    heads = kv_head * group + member
+    live_heads = member < group
+    columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
+    q_rows = request.to(tl.int64) * stride_qb + heads * stride_qh
+    q_tile = tile_of(q, q_rows, columns, live_heads, D, BLOCK_D)
+    if BLOCK_TAIL > 0:
+        q_tail = tile_of(q, q_rows, tail_columns, live_heads, D, BLOCK_D + BLOCK_TAIL)
+    q_pos = tl.zeros([BLOCK_H], tl.int32) + position
+    if window_start is not None:
+        q_pos += tl.load(window_start + request).to(tl.int32)
+    factor = row_factor(q_pos, scale, cap, temperature_len, CAP, RULE)
+
+    m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
+    kc = k_cache + kv_head.to(tl.int64) * stride_kch
+    vc = v_cache + kv_head.to(tl.int64) * stride_vch
+    kv_pos = low + tl.arange(0, BLOCK_N)
+    slot = tl.load(kv_indices + kv_start + kv_pos, mask=kv_pos < high, other=0).to(tl.int64)
+    for _ in range(low, high, BLOCK_N):
+        next_pos = kv_pos + BLOCK_N
+        next_slot = tl.load(kv_indices + kv_start + next_pos, mask=next_pos < high, other=0).to(tl.int64)
+        # Loads are masked, not only scores: a weight of 0 times a NaN in an unseen slot would be NaN.
+        live = kv_pos < high
+        if WINDOW:
+            live = live & (kv_pos >= position - window)
+        k = tile_of(kc, slot * stride_kc, columns, live, D, BLOCK_D).to(q_tile.dtype)
+        qk = tl.dot(q_tile, k.T, input_precision="ieee")
+        if BLOCK_TAIL > 0:
+            k_tail = tile_of(kc, slot * stride_kc, tail_columns, live, D, BLOCK_D + BLOCK_TAIL).to(q_tile.dtype)
+            qk = tl.dot(q_tail, k_tail.T, qk, input_precision="ieee")
+        p, alpha, m_i, l_i = online_softmax(capped(qk, scale, cap, CAP), factor, live[None, :], m_i, l_i)
+        if V_IN_K:
+            v = k
+        else:
+            v = tile_of(vc, slot * stride_vc, tl.arange(0, BLOCK_DV), live, DV, BLOCK_DV).to(q_tile.dtype)
+        acc = tl.dot(p.to(q_tile.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        kv_pos = next_pos
+        slot = next_slot
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    v_columns = tl.arange(0, BLOCK_DV)
+    inside = live_heads[:, None] & (v_columns[None, :] < DV)
+    if row < 0:
+        sink = None
+        if sinks is not None:
+            sink = tl.load(sinks + heads, mask=live_heads, other=0.0).to(tl.float32)
+        o = acc * (normaliser(m_i, l_i, sink) * v_scale)[:, None]
+        where = request.to(tl.int64) * stride_ob + heads * stride_oh
+        tl.store(out + where[:, None] + v_columns[None, :], o.to(out.dtype.element_ty), mask=inside)
+        if lse is not None:
+            tl.store(lse + request * q_heads + heads, log_sum_exp(m_i, l_i), mask=live_heads)
+    else:
+        o = acc * (normaliser(m_i, l_i, None) * v_scale)[:, None]
+        where = row.to(tl.int64) * q_heads + heads
+        tl.store(partial + where[:, None] * DV + v_columns[None, :], o, mask=inside)
+        weight = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log2(tl.where(l_i == 0.0, 1.0, l_i)))
+        tl.store(partial_lse + where, weight, mask=live_heads)
+
+
+@triton.jit
+def tile_of(base, offsets, columns, live, D: tl.constexpr, BLOCK_END: tl.constexpr):
+    """Rows [N] of heads [.., D] that begin at `base + offsets`; rows that are not `live`, and padding columns, are 0."""
+    where = base + offsets[:, None] + columns[None, :]
+    inside = live[:, None]
+    if BLOCK_END > D:
+        inside = inside & (columns[None, :] < D)
+    return tl.load(where, mask=inside, other=0.0)
