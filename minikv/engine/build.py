@@ -52,7 +52,7 @@ def pick_dtype(argument: str, value: Any, device: torch.device, names: dict[str,
     if isinstance(value, str) and value == "auto":
         return default_dtype(device)
     found = names.get(value) if isinstance(value, str) else value
-    if found not in names.values():
+    if not isinstance(found, torch.dtype) or found not in names.values():
         raise ArgumentError(argument, value, f"use 'auto', {', '.join(map(repr, names))}")
     return found
 

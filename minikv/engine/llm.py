@@ -148,7 +148,7 @@ class LLM:
         """
         prompts = split_prompts(prompts)
         given = SamplingParams() if params is None else params
-        each = list(given) if isinstance(given, (list, tuple)) else [given] * len(prompts)
+        each: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given] * len(prompts)
         if len(each) != len(prompts) or not all(isinstance(p, SamplingParams) for p in each):
             raise ArgumentError("params", params, f"give one SamplingParams, or {len(prompts)} (one per prompt)")
         results = [self._try_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]

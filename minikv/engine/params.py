@@ -92,7 +92,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
         for name, least in (("max_tokens", 0), ("top_k", -1), ("logprobs", 0)):
             value = getattr(self, name)
-            ok = (value is None and name == "logprobs") or (_is_int(value) and value >= least)
+            ok = (name == "logprobs" and value is None) or (_is_int(value) and int(value) >= least)
             _check(name, value, ok, f"must be an integer, {least} or more")
         _check("seed", self.seed, self.seed is None or _is_int(self.seed), "must be an integer or None")
         for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):

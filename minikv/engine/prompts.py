@@ -51,7 +51,8 @@ def prompt_ids(prompt: Any, tokenizer: Encodes, vocab_size: int) -> np.ndarray:
         elif isinstance(prompt, (list, tuple)) and prompt and all(isinstance(m, Mapping) for m in prompt):
             ids = tokenizer.chat(list(prompt))
         else:
-            ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+            as_list = getattr(prompt, "tolist", None)  # arrays and tensors
+            ids = list(prompt) if as_list is None else as_list()
             if isinstance(prompt, (bytes, Mapping)) or not all(map(_is_id, ids)):
                 raise ArgumentError("prompt", prompt, "use a text, a list of token ids, or a list of chat messages")
         array = np.array(ids, dtype=np.int64)

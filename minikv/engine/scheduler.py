@@ -200,6 +200,8 @@ class Scheduler:
 
     def _plan_chunks(self) -> list[tuple[Request, int]]:
         """Requests and how many tokens of each shall have K/V after the step."""
+        if not self.prefilling and (not self.waiting or not self._rows_left()):
+            return []
         budget = self.chunk_tokens - (len(self.running) if self.mixed else 0)
         claimed = sum(self._growth(r) for r in self.running)
         chunks: list[tuple[Request, int]] = []
