@@ -172,9 +172,9 @@ class PagedAllocator:
         self._check_last_loc(last_loc, prefix)
         before = self._staging.array(2 * n + 2)
         before[0] = before[n + 1] = 0
-        np.cumsum(new, out=before[1 : n + 1])
-        np.cumsum((seq + (self.page_size - 1)) // self.page_size - (prefix + (self.page_size - 1)) // self.page_size,
-                  out=before[n + 2 :])  # fmt: skip
+        last = self.page_size - 1
+        np.add.accumulate(new, out=before[1 : n + 1])
+        np.add.accumulate((seq + last) // self.page_size - (prefix + last) // self.page_size, out=before[n + 2 :])
         total, new_pages = int(before[n]), int(before[-1])
         if total != extend_num_tokens:
             raise ArgumentError("extend_num_tokens", extend_num_tokens, f"must be the sum of the extends, {total}")

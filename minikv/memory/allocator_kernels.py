@@ -25,12 +25,17 @@ EXTEND_BLOCK, DECODE_BLOCK, MOST_PROGRAMS = 512, 256, 2048
 _binaries: dict[tuple[Any, ...], Binary] = {}
 
 
-def _binary(kernel: Any, args: tuple[Any, ...], page_size: int, block: int) -> Binary:
-    """The compiled kernel for this device and page size: one for all traffic."""
-    key = (kernel, args[0].device, page_size)
-    if key not in _binaries:
-        _binaries[key] = Binary(kernel, args, PAGE=page_size, BLOCK=block)
-    return _binaries[key]
+def _launch(
+    kernel: Any, block: int, grid: tuple[int, int], page_size: int, free: FreeList,
+    out: torch.Tensor, inputs: tuple[torch.Tensor, ...], scalars: tuple[int, ...],
+) -> None:  # fmt: skip
+    """Launch the one binary that this device and page size have for all traffic; compile it at its first use."""
+    key = (id(kernel), page_size, free.stack.device.index)
+    binary = _binaries.get(key)
+    if binary is None:
+        types = (out, free.stack, free.state, free.lost, *inputs, *scalars)
+        binary = _binaries[key] = Binary(kernel, types, PAGE=page_size, BLOCK=block)
+    binary(*grid, pointer(out), *free.addresses, *map(pointer, inputs), *scalars)
 
 
 def extend_triton(
@@ -67,9 +72,8 @@ def extend_triton(
     out = torch.empty(total, dtype=torch.int64, device=free.stack.device)
     words, stride = _int32_words(last_loc)
     blocks = min(-(-longest // EXTEND_BLOCK), max(1, MOST_PROGRAMS // n))
-    tensors = (out, free.stack, free.state, free.lost, before, words)
     scalars = (first, free.seen, free.num_pages, n, stride)
-    _binary(extend_kernel, (*tensors, *scalars), page_size, EXTEND_BLOCK)(n, blocks, *map(pointer, tensors), *scalars)
+    _launch(extend_kernel, EXTEND_BLOCK, (n, blocks), page_size, free, out, (before, words), scalars)
     return out
 
 
@@ -78,10 +82,8 @@ def decode_triton(free: FreeList, page_size: int, last_loc: torch.Tensor, first:
     n = last_loc.numel()
     out = torch.empty(n, dtype=torch.int64, device=free.stack.device)
     words, stride = _int32_words(last_loc)
-    tensors = (out, free.stack, free.state, free.lost, words)
     scalars = (first, free.seen, free.num_pages, new_pages, n, stride)
-    binary = _binary(decode_kernel, (*tensors, *scalars), page_size, DECODE_BLOCK)
-    binary(-(-n // DECODE_BLOCK), 1, *map(pointer, tensors), *scalars)
+    _launch(decode_kernel, DECODE_BLOCK, (-(-n // DECODE_BLOCK), 1), page_size, free, out, (words,), scalars)
     return out
 
 

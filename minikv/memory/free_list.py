@@ -17,6 +17,8 @@ import warnings
 
 import torch
 
+from minikv.memory.launch import pointer
+
 FREE, HELD, PENDING, RESERVED = 0, 1, 2, 3  # PENDING: freed inside a free group; RESERVED: page 0, for padding
 
 
@@ -31,6 +33,8 @@ class FreeList:
         int64 ``[num_pages + 1]``; the last entry receives what is thrown away.
     state
         uint8 ``[num_pages + 2]``: FREE, HELD, PENDING or RESERVED for each page; the last entry is never read.
+    addresses
+        The three tensors `stack`, `state` and `lost`, as kernels take them.
     lost, seen
         Pages that frees named although they were not held: the device's count (int64 ``[1]``), and the host's.
     """
@@ -41,6 +45,7 @@ class FreeList:
         self.state = torch.zeros(num_pages + 2, dtype=torch.uint8, device=device)
         self.state[0].fill_(RESERVED)
         self.lost = torch.zeros(1, dtype=torch.int64, device=device)
+        self.addresses = tuple(map(pointer, (self.stack, self.state, self.lost)))
         self._told = torch.zeros(1, dtype=torch.int64, pin_memory=True) if device.type == "cuda" else None
         self._told_host = None if self._told is None else self._told.numpy()
 

@@ -20,6 +20,7 @@ from allocator_oracle import PlainAllocator
 from minikv.memory import PagedAllocator
 from minikv.memory import allocator_kernels as kernels
 from minikv.memory.free_list import FREE, HELD, FreeList
+from minikv.memory.launch import Staging
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,10 +135,11 @@ def test_no_call_waits_for_the_device() -> None:
     last = torch.tensor([39, 15, 2], device="cuda")
     a.alloc_decode(seq + 1, last)
     held = a.alloc(160)
+    a._staging = Staging(a.device, capacity=64)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(300):  # more than one arena of pinned memory
+        for _ in range(300):  # many arenas of pinned memory
             a.alloc_extend(prefix, seq, none, 59)
             a.alloc_decode(seq + 1, last)
         state = a.backup()

@@ -1,0 +1,115 @@
+"""The measuring tools count, summarise and write what they say; no test here looks at how fast anything is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from minikv import cli
+from minikv.errors import ArgumentError
+from minikv.measure import Timing, limits, measure, measure_graph, measure_host, suite, table
+
+
+def test_measure_counts_calls_and_reports_spread() -> None:
+    calls = []
+    t = measure(lambda: calls.append(1), warmup=2, samples=5, min_seconds=0)
+    assert t.samples == 5
+    assert len(calls) == 2 + 1 + 5
+    assert t.low <= t.median <= t.high
+    assert t.us == t.median * 1e6
+    calls.clear()
+    assert measure_host(lambda: calls.append(1), device="cpu", warmup=1, samples=3, burst=4).samples == 3
+    assert len(calls) == 1 + 12
+
+
+def test_timing_of_samples() -> None:
+    t = Timing.of([float(n) for n in range(1, 21)])
+    assert (t.median, t.low, t.high) == (10.5, 3.0, 18.0)
+    assert t.spread == pytest.approx(15 / 10.5)
+
+
+def test_limits_are_measured_once(monkeypatch) -> None:
+    count = []
+    monkeypatch.setattr(limits, "_large", lambda device, most: 1 << 16)
+    real = limits.measure
+    monkeypatch.setattr(limits, "measure", lambda *a, **k: count.append(1) or real(*a, **k))
+    for cached in (limits._copy_bandwidth, limits._read_bandwidth, limits._matmul_rate):
+        cached.cache_clear()
+    for _ in range(2):
+        assert limits.copy_bandwidth("cpu") > 0
+        assert limits.read_bandwidth("cpu") > 0
+    assert len(count) == 2
+    for cached in (limits._copy_bandwidth, limits._read_bandwidth):
+        cached.cache_clear()
+
+
+def test_tables_line_up() -> None:
+    assert table([]) == "(nothing measured)"
+    lines = table([{"name": "a", "us": 1234.5, "n": 3}, {"name": "bcd", "us": 0.1234, "n": None}]).splitlines()
+    assert lines == ["name     us  n", "a     1,234  3", "bcd   0.123  –"]
+
+
+@pytest.fixture
+def one_bench(monkeypatch):
+    """A measurement of no work in the place of a real one."""
+    import sys
+    from types import SimpleNamespace
+
+    def run(out_dir=None, quick=False, device="auto"):
+        return {"rows": [{"us": 1.5, "quick": quick, "device": device}]}
+
+    monkeypatch.setitem(sys.modules, "minikv.measure.bench_nothing", SimpleNamespace(run=run))
+    monkeypatch.setattr(suite, "names", lambda: ["nothing"])
+
+
+def test_suite_writes_rows_with_the_facts_of_the_machine(one_bench, tmp_path, capsys) -> None:
+    found = suite.run(["nothing"], tmp_path / "deep", quick=True, device="cpu")
+    files = list((tmp_path / "deep").iterdir())
+    assert len(files) == 1
+    written = json.loads(files[0].read_text())
+    assert written == found["nothing"]
+    assert written["rows"] == [{"us": 1.5, "quick": True, "device": "cpu"}]
+    assert {"device", "torch", "triton", "command", "date", "python"} <= set(written["machine"])
+    assert "== nothing" in capsys.readouterr().out
+    with pytest.raises(ArgumentError, match="measurements named nothing"):
+        suite.run(["nothing", "more"])
+    assert cli.main(["bench", "nothing", "--device", "cpu"]) == 0
+
+
+def test_suite_runs_as_a_program(one_bench, capsys) -> None:
+    assert suite._main([]) == 0
+    assert capsys.readouterr().out == "nothing\n"
+    assert suite._main(["wrong"]) == 2
+    assert "there are measurements named" in capsys.readouterr().err
+
+
+def test_memory_benches_run_on_the_cpu(monkeypatch, capsys) -> None:
+    from minikv.measure import bench_allocator, bench_pools
+
+    monkeypatch.setattr(bench_allocator, "EXTENDS", ((1, 0, 40), (2, 20, 8), (1, 3, 3), (2, 5, 20)))
+    monkeypatch.setattr(bench_allocator, "DECODES", ((2, 5),))
+    monkeypatch.setattr(bench_pools, "copy_bandwidth", lambda device: 1e9)
+    for bench in (bench_allocator, bench_pools):
+        found = bench.run(quick=True, device="cpu")
+        assert json.dumps(found)
+        assert all(row["device"] == "cpu" for row in found["rows"])
+        assert "CPU row" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_graph_timing_runs_every_call() -> None:
+    x = torch.zeros(1, device="cuda")
+    t = measure_graph([lambda: x.add_(1)] * 5, warmup=1, samples=4)
+    assert t.samples == 4
+    assert x.item() == 5 + 5 * (1 + 4), "once before the capture, then every replay"
+
+
+@pytest.mark.gpu
+def test_memory_benches_run_on_a_gpu(monkeypatch) -> None:
+    from minikv.measure import bench_allocator, bench_pools
+
+    monkeypatch.setattr(bench_pools, "copy_bandwidth", lambda device: 1e12)
+    for bench in (bench_allocator, bench_pools):
+        assert json.dumps(bench.run(quick=True, device="cuda"))
