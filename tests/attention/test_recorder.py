@@ -71,7 +71,7 @@ def test_decode_reads_the_listed_slots_and_no_other() -> None:
         # One KV head, one split: every slot is read once.
         assert recording.bytes_by_tensor()[name] == case.kv_indices.numel() * 16 * 4
     assert recording.bytes_by_tensor()["q"] == case.q.numel() * 4
-    assert recording.bytes_by_tensor("store")["o"] == case.q.numel() * 4
+    assert recording.bytes_by_tensor("store")["out"] == case.q.numel() * 4
 
 
 @interpreted
