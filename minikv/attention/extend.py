@@ -20,47 +20,36 @@ from minikv.attention.inner import (
     store_rows,
     tile_range,
 )
-from minikv.attention.tiles import Tiles, capability_of, extend_tiles, head_blocks, power_of_two
+from minikv.attention.tiles import (
+    Tiles,
+    capability_of,
+    extend_tiles,
+    grid_places,
+    head_blocks,
+    power_of_two,
+    prefix_splits,
+    processors_of,
+)
 from minikv.device import refuse_interpreted_bf16, use_triton
 
 RULES = {"log": 1, "inverse": 2}
 
 
 def extend_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    *,
-    sm_scale: float | None = None,
-    causal: bool = True,
-    logit_cap: float = 0.0,
-    sliding_window: int = -1,
-    window_start: Tensor | None = None,
-    custom_mask: Tensor | None = None,
-    mask_indptr: Tensor | None = None,
-    skip_prefix_mask: bool = False,
-    sinks: Tensor | None = None,
-    xai_temperature_len: int = -1,
-    xai_temperature_rule: str = "log",
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    page_size: int = 1,
-    max_extend_len: int | None = None,
-    return_lse: bool = False,
-    plan: Any = None,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
+    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, *,
+    sm_scale: float | None = None, causal: bool = True, logit_cap: float = 0.0,
+    sliding_window: int = -1, window_start: Tensor | None = None,
+    custom_mask: Tensor | None = None, mask_indptr: Tensor | None = None, skip_prefix_mask: bool = False,
+    sinks: Tensor | None = None, xai_temperature_len: int = -1, xai_temperature_rule: str = "log",
+    k_scale: float = 1.0, v_scale: float = 1.0, page_size: int = 1, max_extend_len: int | None = None,
+    return_lse: bool = False, plan: Any = None, out: Tensor | None = None, backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of new tokens over a cached prefix and over themselves, for a ragged batch laid end to end.
 
-    Query i of a request with P prefix tokens has position P + i; it sees the whole prefix and, when causal, the new keys
-    0..i. A row that sees no key is 0, with log-sum-exp -inf. Keys and values that no query of their request may see may
-    hold anything, NaN included.
+    Query i of a request with P prefix tokens has position P + i; it sees the whole prefix and, when causal, the new
+    keys 0..i. A row that sees no key is 0, with log-sum-exp -inf. Keys and values that no query of their request may
+    see may hold anything, NaN included.
 
     Parameters
     ----------
@@ -89,14 +78,15 @@ def extend_attention(
     sinks
         ``[q_heads]``: a logit per head that joins the denominator once.
     xai_temperature_len, xai_temperature_rule
-        L >= 2: scores of a query at pos > L times ``log2(pos) / log2(L)`` ("log"), or at pos >= L times ``L / (pos + 1)``
-        ("inverse").
+        L >= 2: scores of a query at pos > L times ``log2(pos) / log2(L)`` ("log"), or at pos >= L times
+        ``L / (pos + 1)`` ("inverse").
     k_scale, v_scale
         Multiply what is read from the pool; the new `k` and `v` are not scaled.
     page_size
         A promise about `kv_indices` that this kernel does not need.
     max_extend_len
-        The longest request's new tokens, if the caller knows: spares a search per program; nothing is read back without.
+        The longest request's new tokens, if the caller knows: spares a search per program. Nothing is read back
+        without it.
     return_lse
         Also return the natural log-sum-exp over keys (without the sink), fp32 ``[tokens, q_heads]``.
     plan
@@ -121,65 +111,35 @@ def extend_attention(
     Two requests: one continues a prefix of 3 tokens with 2, one starts with 1. Scale 0 makes all weights equal.
 
     >>> q, k = torch.zeros(3, 1, 16), torch.zeros(3, 1, 16)
-    >>> v, pool = torch.tensor([3.0, 4.0, 9.0])[:, None, None].expand(3, 1, 16), torch.arange(8.0)[:, None, None].expand(8, 1, 16)
-    >>> o = extend_attention(q, k, v, pool, pool, torch.tensor([0, 2, 3]), torch.tensor([0, 3, 3]), torch.tensor([0, 1, 2]))
-    >>> o[:, 0, 0].tolist()
+    >>> v = torch.tensor([3.0, 4.0, 9.0])[:, None, None].expand(3, 1, 16)
+    >>> pool = torch.arange(8.0)[:, None, None].expand(8, 1, 16)
+    >>> lists = torch.tensor([0, 2, 3]), torch.tensor([0, 3, 3]), torch.tensor([0, 1, 2])
+    >>> extend_attention(q, k, v, pool, pool, *lists)[:, 0, 0].tolist()
     [1.5, 2.0, 9.0]
     """
+    tensors = (q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices)
     opts = options.check_extend(
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        sm_scale=sm_scale,
-        causal=causal,
-        logit_cap=logit_cap,
-        sliding_window=sliding_window,
-        window_start=window_start,
-        custom_mask=custom_mask,
-        mask_indptr=mask_indptr,
-        skip_prefix_mask=skip_prefix_mask,
-        sinks=sinks,
-        xai_temperature_len=xai_temperature_len,
-        xai_temperature_rule=xai_temperature_rule,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        page_size=page_size,
-        max_extend_len=max_extend_len,
-        out=out,
-    )
+        *tensors, sm_scale=sm_scale, causal=causal, logit_cap=logit_cap,
+        sliding_window=sliding_window, window_start=window_start,
+        custom_mask=custom_mask, mask_indptr=mask_indptr, skip_prefix_mask=skip_prefix_mask,
+        sinks=sinks, xai_temperature_len=xai_temperature_len, xai_temperature_rule=xai_temperature_rule,
+        k_scale=k_scale, v_scale=v_scale, page_size=page_size, max_extend_len=max_extend_len, out=out,
+    )  # fmt: skip
     if not use_triton(backend, q.device):
         from minikv.attention import torch_path
 
-        return torch_path.extend(
-            q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, opts, return_lse=return_lse, out=out
-        )
+        return torch_path.extend(*tensors, opts, return_lse=return_lse, out=out)
     refuse_interpreted_bf16(q=q, k_cache=k_cache)
-    return launch(q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, opts, max_extend_len, return_lse, out)
+    return launch(*tensors, opts, max_extend_len, return_lse, out)
 
 
 def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    opts: options.Options,
-    max_extend_len: int | None,
-    return_lse: bool,
-    out: Tensor | None,
-    tiles: Tiles | None = None,
-    num_splits: int | None = None,
-    descriptors: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Run the Triton kernel; the last three arguments, for tests and tuning, replace what is chosen here."""
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
+    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, opts: options.Options,
+    max_extend_len: int | None = None, return_lse: bool = False, out: Tensor | None = None,
+    tiles: Tiles | None = None, num_splits: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Run the Triton kernel; `tiles` and `num_splits`, for tests and tuning, replace what is chosen here."""
     tokens, q_heads, d = q.shape
     batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
     o = torch.empty((tokens, q_heads, d_v), dtype=q.dtype, device=q.device) if out is None else out
@@ -189,105 +149,41 @@ def launch(
     if tiles is None:
         tiles = extend_tiles(capability_of(q.device), d, d_v, q.dtype)
     compact, places = grid_places(tokens, batch, tiles.block_m, 1, max_extend_len)
-    programs = places * q_heads * (1 if compact else batch)
+    layers = 1 if compact else batch
     if num_splits is None:
-        num_splits = prefix_splits(q.device, programs, kv_indices.shape[0] // batch, tiles.block_n)
-    partial, partial_lse = o, lse
+        programs, mean_prefix = places * q_heads * layers, kv_indices.shape[0] // batch
+        num_splits = prefix_splits(processors_of(q.device), programs, mean_prefix, tiles.block_n)
+    target, target_lse = o, lse
     if num_splits > 1:
-        partial = torch.empty((num_splits, tokens, q_heads, d_v), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty((num_splits, tokens, q_heads), dtype=torch.float32, device=q.device)
-    if descriptors is None:
-        descriptors = tiles.descriptors
-    k_desc, v_desc = new_descriptors(k, v, tiles.block_n) if descriptors else (None, None)
+        target = torch.empty((num_splits, tokens, q_heads, d_v), dtype=torch.float32, device=q.device)
+        target_lse = torch.empty((num_splits, tokens, q_heads), dtype=torch.float32, device=q.device)
+    k_desc, v_desc = new_descriptors(k, v, tiles.block_n) if tiles.descriptors else (None, None)
     block_d, block_tail = head_blocks(d)
-    extend_kernel[(q_heads, places * num_splits, 1 if compact else batch)](
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        partial,
-        partial_lse,
-        k_desc,
-        v_desc,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        opts.window_start,
-        None if opts.custom_mask is None else opts.custom_mask.view(torch.uint8),
-        opts.mask_indptr,
+    block_dv = max(16, power_of_two(d_v))
+    extend_kernel[(q_heads, places * num_splits, layers)](
+        q, k, v, k_cache, v_cache, target, target_lse, k_desc, v_desc,
+        qo_indptr, kv_indptr, kv_indices, opts.window_start,
+        None if opts.custom_mask is None else opts.custom_mask.view(torch.uint8), opts.mask_indptr,
         opts.sinks if num_splits == 1 else None,
-        batch,
-        batch.bit_length(),
-        tokens,
-        places,
-        num_splits,
-        q_heads // kv_heads,
-        opts.sliding_window,
-        opts.xai_temperature_len,
-        opts.sm_scale,
-        opts.k_scale,
-        opts.v_scale,
-        opts.logit_cap,
-        *(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-        *(k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),
-        *(partial.stride(-3), partial.stride(-2)),
-        D=d,
-        DV=d_v,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=block_d,
-        BLOCK_TAIL=block_tail,
-        BLOCK_DV=max(16, power_of_two(d_v)),
-        CAUSAL=opts.causal and opts.custom_mask is None,
-        WINDOW=opts.sliding_window >= 0,
-        CAP=opts.logit_cap > 0,
+        batch, batch.bit_length(), tokens, places, num_splits, q_heads // kv_heads,
+        opts.sliding_window, opts.xai_temperature_len, opts.sm_scale, opts.k_scale, opts.v_scale, opts.logit_cap,
+        q.stride(0), q.stride(1), k.stride(1), v.stride(1), k_cache.stride(1), v_cache.stride(1),
+        target.stride(-3), target.stride(-2),
+        k.stride(0), v.stride(0), k_cache.stride(0), v_cache.stride(0),
+        D=d, DV=d_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        BLOCK_D=block_d, BLOCK_TAIL=block_tail, BLOCK_DV=block_dv,
+        CAUSAL=opts.causal and opts.custom_mask is None, WINDOW=opts.sliding_window >= 0, CAP=opts.logit_cap > 0,
         RULE=RULES[opts.xai_temperature_rule] if opts.xai_temperature_len > 0 else 0,
         MASK=0 if opts.custom_mask is None else 1 if opts.skip_prefix_mask else 2,
-        COMPACT=compact,
-        SPLIT=num_splits > 1,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+        COMPACT=compact, SPLIT=num_splits > 1, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
     if num_splits > 1:
         rows = tokens * q_heads
         merge_kernel[(triton.cdiv(rows, 16),)](
-            partial,
-            partial_lse,
-            o,
-            lse,
-            opts.sinks,
-            rows,
-            q_heads,
-            num_splits,
-            o.stride(0),
-            o.stride(1),
-            DV=d_v,
-            BLOCK_R=16,
-            BLOCK_DV=max(16, power_of_two(d_v)),
-        )
+            target, target_lse, o, lse, opts.sinks, rows, q_heads, num_splits, o.stride(0), o.stride(1),
+            DV=d_v, BLOCK_R=16, BLOCK_DV=block_dv,
+        )  # fmt: skip
     return o if lse is None else (o, lse)
-
-
-def grid_places(tokens: int, batch: int, block_m: int, extra: int, max_len: int | None) -> tuple[bool, int]:
-    """Shape of the grid: (compact?, places along its middle axis).
-
-    The plain grid has ``batch`` columns of the longest request's tiles, most of them empty in a ragged batch. The compact
-    one lays all requests' tiles end to end (see ``find_request``), which costs a search; it needs no longest length.
-    """
-    compact = tokens // block_m + extra * batch
-    if max_len is None:
-        return (True, compact) if batch > 1 else (False, triton.cdiv(tokens, block_m) + extra - 1)
-    plain = triton.cdiv(min(max_len, tokens), block_m) + extra - 1
-    return (True, compact) if plain * batch > 1.5 * compact else (False, max(plain, 1))
-
-
-def prefix_splits(device: torch.device, programs: int, mean_prefix: int, block_n: int) -> int:
-    """Into how many parts to cut the prefix: 1, unless there are too few query tiles to fill the chip."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    if programs > processors:
-        return 1
-    return max(1, min(16, triton.cdiv(2 * processors, programs), mean_prefix // (8 * block_n)))
 
 
 def new_descriptors(k: Tensor, v: Tensor, block_n: int) -> tuple[Any, Any]:
@@ -297,80 +193,30 @@ def new_descriptors(k: Tensor, v: Tensor, block_n: int) -> tuple[Any, Any]:
     every row aligned to 16 bytes.
     """
     for x in (k, v):
-        d = x.shape[2]
-        if (
-            d != power_of_two(d)
-            or d > 256
-            or x.stride(1) != d
-            or x.data_ptr() % 16
-            or x.stride(0) * x.element_size() % 16
-        ):
+        d, item = x.shape[2], x.element_size()
+        if d != power_of_two(d) or d > 256 or x.stride(1) != d or x.data_ptr() % 16 or x.stride(0) * item % 16:
             return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    def describe(x: Tensor) -> Any:
-        return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [block_n, x.shape[2]])
-
-    return describe(k), describe(v)
+    shape = [[x.shape[0], x.shape[1] * x.shape[2]] for x in (k, v)]
+    return tuple(
+        TensorDescriptor(x, size, [x.stride(0), 1], [block_n, x.shape[2]])
+        for x, size in zip((k, v), shape, strict=True)
+    )
 
 
 @triton.jit(do_not_specialize=["batch", "steps", "tokens", "places", "num_splits", "window", "temperature_len"])
 def extend_kernel(
-    q,
-    k,
-    v,
-    k_cache,
-    v_cache,
-    out,
-    lse,
-    k_desc,
-    v_desc,
-    qo_indptr,
-    kv_indptr,
-    kv_indices,
-    window_start,
-    custom_mask,
-    mask_indptr,
-    sinks,
-    batch,
-    steps,
-    tokens,
-    places,
-    num_splits,
-    group,
-    window,
-    temperature_len,
-    scale,
-    k_scale,
-    v_scale,
-    cap,
-    stride_qt,
-    stride_qh,
-    stride_kt,
-    stride_kh,
-    stride_vt,
-    stride_vh,
-    stride_kc,
-    stride_kch,
-    stride_vc,
-    stride_vch,
-    stride_ot,
-    stride_oh,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    RULE: tl.constexpr,
-    MASK: tl.constexpr,
-    COMPACT: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    q, k, v, k_cache, v_cache, out, lse, k_desc, v_desc,
+    qo_indptr, kv_indptr, kv_indices, window_start, custom_mask, mask_indptr, sinks,
+    batch, steps, tokens, places, num_splits, group, window, temperature_len, scale, k_scale, v_scale, cap,
+    stride_qt, stride_qh, stride_kh, stride_vh, stride_kch, stride_vch, stride_ot, stride_oh,
+    stride_kt: tl.constexpr, stride_vt: tl.constexpr, stride_kc: tl.constexpr, stride_vc: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, RULE: tl.constexpr, MASK: tl.constexpr,
+    COMPACT: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """One program: one query head, `BLOCK_M` new tokens of one request, all the keys they see (or one split of them).
 
     ``o = sum_j softmax_j(cap(scale * q . k_j)) v_j`` by online softmax over tiles of `BLOCK_N` keys::
@@ -384,9 +230,9 @@ def extend_kernel(
                  +----------+----------+-------+---+------+------+------+------+
 
     Tiles that every row sees whole go through a loop without masks, the others (edges of the window, the prefix's last
-    tile, the causal diagonal, all tiles under a custom mask) through a second loop. The grid runs over heads fastest, so
+    tile, the causal diagonal, all tiles under a custom mask) through a second. The grid runs over heads fastest, so
     that the heads of a group find the K and V they share in L2; then query tiles, longest first; then requests. With
-    SPLIT, the prefix is cut into `num_splits` parts, `out` and `lse` hold one result per part, and the last part takes
+    SPLIT the prefix is cut into `num_splits` parts, `out` and `lse` hold one result per part, and the last part takes
     the new keys.
     """
     head = tl.program_id(0)
@@ -448,25 +294,22 @@ def extend_kernel(
         full_high = 0
     first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
     factor = row_factor(absolute, scale * k_scale, cap, temperature_len, CAP, RULE)
-    kc = k_cache + kv_head * stride_kch
-    vc = v_cache + kv_head * stride_vch
-    slots = kv_indices + kv_start
+    kc, vc, slots = k_cache + kv_head * stride_kch, v_cache + kv_head * stride_vch, kv_indices + kv_start
     if MASK < 2:
         acc, m_i, l_i = attend(
-            *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows),
-            *(0, 0, 0, prefix, 0, first + head_tiles, 0, 0, middle, window, scale * k_scale, cap, stride_kc, stride_vc),
-            *(D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP),
-        )
+            acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows,
+            0, 0, 0, prefix, 0, first + head_tiles, 0, 0, middle, window, scale * k_scale, cap,
+            stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP,
+        )  # fmt: skip
     acc, m_i, l_i = attend(
-        *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows),
-        *(0, 0, 0, high, 0, first, head_tiles, middle, masked, window, scale * k_scale, cap, stride_kc, stride_vc),
-        *(D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 2 if MASK == 2 else 1, False, WINDOW, CAP),
-    )
+        acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows,
+        0, 0, 0, high, 0, first, head_tiles, middle, masked, window, scale * k_scale, cap,
+        stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 1 + MASK // 2, False, WINDOW, CAP,
+    )  # fmt: skip
     acc = acc * v_scale
 
     # Stage 2, the new keys: positions prefix.., in row q_start + position - prefix of k and v.
-    low, high = 0, new
-    full_high = new
+    low, high, full_high = 0, new, new
     if CAUSAL:
         high = tl.minimum(new, first_row + BLOCK_M)
         full_high = first_row + 1
@@ -482,59 +325,33 @@ def extend_kernel(
         full_high = 0
     first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
     factor = row_factor(absolute, scale, cap, temperature_len, CAP, RULE)
-    kn = k + kv_head * stride_kh
-    vn = v + kv_head * stride_vh
-    base = q_start - prefix
+    kn, vn, base = k + kv_head * stride_kh, v + kv_head * stride_vh, q_start - prefix
     if MASK == 0:
         acc, m_i, l_i = attend(
-            *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, k_desc, v_desc, head // group, None, mask_rows),
-            *(base, prefix, prefix, prefix + new, 0, first + head_tiles, 0, 0, middle, window, scale, cap),
-            *(stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP),
-        )
+            acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, k_desc, v_desc, head // group, None, mask_rows,
+            base, prefix, prefix, prefix + new, 0, first + head_tiles, 0, 0, middle, window, scale, cap,
+            stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP,
+        )  # fmt: skip
     acc, m_i, l_i = attend(
-        *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, None, None, 0, None, mask_rows),
-        *(base, prefix, prefix, prefix + high, 0, first, head_tiles, middle, masked, window, scale, cap),
-        *(
-            stride_kt,
-            stride_vt,
-            D,
-            DV,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_TAIL,
-            BLOCK_DV,
-            2 if MASK > 0 else 1,
-            CAUSAL,
-            WINDOW,
-            CAP,
-        ),
-    )
+        acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, None, None, 0, None, mask_rows,
+        base, prefix, prefix, prefix + high, 0, first, head_tiles, middle, masked, window, scale, cap,
+        stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 1 + (MASK + 1) // 2, CAUSAL, WINDOW, CAP,
+    )  # fmt: skip
 
     sink = None
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
     token = (q_start + rows).to(tl.int64)
     if SPLIT:
-        token = token + split.to(tl.int64) * tokens
+        token += split.to(tl.int64) * tokens
     store_rows(acc, m_i, l_i, sink, out, lse, token, head, live, stride_ot, stride_oh, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["rows", "num_splits"])
 def merge_kernel(
-    partial,
-    partial_lse,
-    out,
-    lse,
-    sinks,
-    rows,
-    heads,
-    num_splits,
-    stride_ot,
-    stride_oh,
-    DV: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
+    partial, partial_lse, out, lse, sinks, rows, heads, num_splits, stride_ot, stride_oh,
+    DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
     """``o = sum_s e^(lse_s) o_s / (sum_s e^(lse_s) + e^sink)`` for `BLOCK_R` rows of (token, head), splits in order."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = row < rows

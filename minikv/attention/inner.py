@@ -124,8 +124,13 @@ def head_columns(BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr):
 
 @triton.jit
 def load_rows(base, offsets, columns, live, D: tl.constexpr, BLOCK_END: tl.constexpr):
-    """Rows [N] of a head [.., D] at `offsets` as a tile; rows that are not `live` (None: all are) and padding are 0."""
-    where = base + offsets[:, None] + columns[None, :]
+    """Rows [N] of a head [.., D] at `offsets` as a tile; rows that are not `live` (None: all are) and padding are 0.
+
+    Offsets (int64) are turned to bytes first: with a constexpr stride an address is then one instruction.
+    """
+    item: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
+    first = (base + columns).to(tl.pointer_type(tl.int8))
+    where = (first[None, :] + (offsets * item)[:, None]).to(base.dtype)
     if live is None:
         if BLOCK_END <= D:
             return tl.load(where)
@@ -171,52 +176,20 @@ def find_request(qo_indptr, place, batch, steps, EXTRA: tl.constexpr, BLOCK_M: t
 
 @triton.jit
 def attend(
-    acc,
-    m_i,
-    l_i,
-    q,
-    q_tail,
-    q_pos,
-    factor,
-    k_ptr,
-    v_ptr,
-    k_desc,
-    v_desc,
-    desc_column,
-    slots_ptr,
-    mask_rows,
-    base,
-    origin,
-    kv_begin,
-    kv_end,
-    mask_from,
-    first,
-    head_tiles,
-    gap,
-    num_tiles,
-    window,
-    scale,
-    cap,
-    stride_k,
-    stride_v,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-):
+    acc, m_i, l_i, q, q_tail, q_pos, factor,
+    k_ptr, v_ptr, k_desc, v_desc, desc_column, slots_ptr, mask_rows,
+    base, origin, kv_begin, kv_end, mask_from, first, head_tiles, gap, num_tiles, window, scale, cap,
+    stride_k: tl.constexpr, stride_v: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
     """Let one tile of queries see `num_tiles` tiles of keys: ``acc, m_i, l_i`` after them.
 
     Tile i covers key positions ``origin + (first + i) * BLOCK_N + [0, BLOCK_N)``, `gap` tiles further on from the
     `head_tiles`-th: the masked tiles lie before and after the unmasked ones. The key at position p lies in row
-    ``slots_ptr[base + p]`` of the pool, or without `slots_ptr` in row ``base + p`` of the new keys (also reached through
-    the descriptors `k_desc`, `v_desc` from column ``desc_column * D`` on, when there are). The slots of a tile are loaded
-    one tile ahead, so that the loads of K and V, which depend on them, can be issued early.
+    ``slots_ptr[base + p]`` of the pool, or without `slots_ptr` in row ``base + p`` of the new keys (also reached
+    through the descriptors `k_desc`, `v_desc` from column ``desc_column * D`` on, when there are). The slots of a tile
+    are loaded one tile ahead, so that the loads of K and V, which depend on them, can be issued early.
     MASKED: 0, every query sees every key of these tiles; 1, masked by position; 2, also by the custom mask, which has a
     row for each query (pointers `mask_rows` [M]) and counts from position `mask_from` on.
     """
@@ -224,17 +197,21 @@ def attend(
     columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
     v_columns = tl.arange(0, BLOCK_DV)
     kv_pos = origin + (first + tl.where(head_tiles > 0, 0, gap)) * BLOCK_N + n
-    if slots_ptr is None:
-        row = (base + kv_pos).to(tl.int64)
-    else:
-        row = tl.load(slots_ptr + base + kv_pos, mask=(kv_pos >= kv_begin) & (kv_pos < kv_end), other=0).to(tl.int64)
+    row = base + kv_pos
+    if slots_ptr is not None:
+        row = tl.load(slots_ptr + row, mask=(kv_pos >= kv_begin) & (kv_pos < kv_end), other=0).to(tl.int32)
     for i in range(num_tiles):
-        next_pos = origin + (first + i + 1 + tl.where(i + 1 >= head_tiles, gap, 0)) * BLOCK_N + n
-        if slots_ptr is None:
-            next_row = (base + next_pos).to(tl.int64)
+        if MASKED > 0:
+            next_pos = origin + (first + i + 1 + tl.where(i + 1 >= head_tiles, gap, 0)) * BLOCK_N + n
         else:
-            in_list = (next_pos >= kv_begin) & (next_pos < kv_end)
-            next_row = tl.load(slots_ptr + base + next_pos, mask=in_list, other=0).to(tl.int64)
+            next_pos = origin + (first + tl.minimum(i + 1, num_tiles - 1)) * BLOCK_N + n
+        next_row = base + next_pos
+        if slots_ptr is not None:
+            if MASKED > 0:
+                in_list = (next_pos >= kv_begin) & (next_pos < kv_end)
+                next_row = tl.load(slots_ptr + next_row, mask=in_list, other=0).to(tl.int32)
+            else:
+                next_row = tl.load(slots_ptr + next_row).to(tl.int32)
         seen, live, live_v = None, None, None
         if MASKED > 0:
             live = (kv_pos >= kv_begin) & (kv_pos < kv_end)
@@ -247,20 +224,21 @@ def attend(
                 allowed = tl.load(mask_rows[:, None] + kv_pos[None, :], mask=read[None, :], other=1) != 0
                 seen = seen & allowed
                 live_v = live_v & (tl.max(seen.to(tl.int32), 0) > 0)
+        at = row.to(tl.uint32).to(tl.int64)
         desc_row = base + origin + (first + i) * BLOCK_N
         if k_desc is None:
-            k = load_rows(k_ptr, row * stride_k, columns, live, D, BLOCK_D).to(q.dtype)
+            k = load_rows(k_ptr, at * stride_k, columns, live, D, BLOCK_D).to(q.dtype)
         else:
             k = k_desc.load([desc_row, desc_column * D])
         qk = tl.dot(q, k.T, input_precision="ieee")
         if BLOCK_TAIL > 0:
-            k_tail = load_rows(k_ptr, row * stride_k, tail_columns, live, D, BLOCK_D + BLOCK_TAIL).to(q.dtype)
+            k_tail = load_rows(k_ptr, at * stride_k, tail_columns, live, D, BLOCK_D + BLOCK_TAIL).to(q.dtype)
             qk = tl.dot(q_tail, k_tail.T, qk, input_precision="ieee")
         x = capped(qk, scale, cap, CAP)
         p, alpha, m_i, l_i = online_softmax(x, factor, seen, m_i, l_i)
         # A masked key has weight 0, but 0 * NaN is NaN: values that nobody here sees are replaced by 0 as they load.
         if v_desc is None:
-            v = load_rows(v_ptr, row * stride_v, v_columns, live_v, DV, BLOCK_DV).to(q.dtype)
+            v = load_rows(v_ptr, at * stride_v, v_columns, live_v, DV, BLOCK_DV).to(q.dtype)
         else:
             v = v_desc.load([desc_row, desc_column * DV])
         acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
@@ -271,21 +249,9 @@ def attend(
 
 @triton.jit
 def store_rows(
-    acc,
-    m_i,
-    l_i,
-    sink,
-    out,
-    lse,
-    row,
-    head,
-    live,
-    stride_row,
-    stride_head,
-    DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """Normalise and store the `live` rows of one head's tile, and their log-sum-exp where `lse` [rows, heads] is given."""
+    acc, m_i, l_i, sink, out, lse, row, head, live, stride_row, stride_head, DV: tl.constexpr, BLOCK_DV: tl.constexpr
+):  # fmt: skip
+    """Normalise and store the `live` rows of one head's tile, and their log-sum-exp if there is `lse` [rows, heads]."""
     columns = tl.arange(0, BLOCK_DV)
     o = acc * normaliser(m_i, l_i, sink)[:, None]
     where = out + row[:, None] * stride_row + head * stride_head + columns[None, :]

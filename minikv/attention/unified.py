@@ -9,41 +9,22 @@ from torch import Tensor
 
 from minikv._triton import tl, triton
 from minikv.attention import options
-from minikv.attention.extend import RULES, grid_places
+from minikv.attention.extend import RULES
 from minikv.attention.inner import attend, find_request, head_columns, load_rows, row_factor, store_rows, tile_range
-from minikv.attention.tiles import capability_of, head_blocks, power_of_two, unified_tiles
+from minikv.attention.tiles import capability_of, grid_places, head_blocks, power_of_two, unified_tiles
 from minikv.device import refuse_interpreted_bf16, use_triton
 
 
 def extend_attention_unified(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    prefix_lens: Tensor,
-    *,
-    sm_scale: float | None = None,
-    causal: bool = True,
-    logit_cap: float = 0.0,
-    sliding_window: int = -1,
-    window_start: Tensor | None = None,
-    custom_mask: Tensor | None = None,
-    mask_indptr: Tensor | None = None,
-    skip_prefix_mask: bool = False,
-    sinks: Tensor | None = None,
-    xai_temperature_len: int = -1,
-    xai_temperature_rule: str = "log",
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    page_size: int = 1,
-    max_extend_len: int | None = None,
-    return_lse: bool = False,
-    plan: Any = None,
-    out: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, prefix_lens: Tensor, *,
+    sm_scale: float | None = None, causal: bool = True, logit_cap: float = 0.0,
+    sliding_window: int = -1, window_start: Tensor | None = None,
+    custom_mask: Tensor | None = None, mask_indptr: Tensor | None = None, skip_prefix_mask: bool = False,
+    sinks: Tensor | None = None, xai_temperature_len: int = -1, xai_temperature_rule: str = "log",
+    k_scale: float = 1.0, v_scale: float = 1.0, page_size: int = 1, max_extend_len: int | None = None,
+    return_lse: bool = False, plan: Any = None, out: Tensor | None = None, backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of new tokens over one list of slots that covers prefix and new tokens (their K and V already written).
 
     The Triton kernel gives a request the same bits whatever else is in the batch and wherever its prefix ends: tiles of
@@ -61,7 +42,8 @@ def extend_attention_unified(
     qo_indptr
         int ``[batch + 1]``: where each request's new tokens begin and end in q.
     kv_indptr, kv_indices
-        int ``[batch + 1]`` and the slots of prefix and new tokens of all requests; ``build_unified_kv_indices`` makes them.
+        int ``[batch + 1]`` and the slots of prefix and new tokens, as ``build_unified_kv_indices`` makes
+        them.
     prefix_lens
         int ``[batch]``: how many entries of each list are the prefix.
     k_scale, v_scale
@@ -85,58 +67,31 @@ xai_temperature_len, xai_temperature_rule, page_size, max_extend_len, return_lse
     A request with 3 cached tokens in slots 2, 5, 6 and 2 new ones in slots 7 and 1. Scale 0 makes all weights equal.
 
     >>> q, pool = torch.zeros(2, 1, 16), torch.arange(8.0)[:, None, None].expand(8, 1, 16)
-    >>> slots = torch.tensor([2, 5, 6, 7, 1])
-    >>> o = extend_attention_unified(q, pool, pool, torch.tensor([0, 2]), torch.tensor([0, 5]), slots, torch.tensor([3]))
-    >>> o[:, 0, 0].tolist()  # (2 + 5 + 6 + 7) / 4, (2 + 5 + 6 + 7 + 1) / 5
+    >>> lists = torch.tensor([0, 2]), torch.tensor([0, 5]), torch.tensor([2, 5, 6, 7, 1]), torch.tensor([3])
+    >>> extend_attention_unified(q, pool, pool, *lists)[:, 0, 0].tolist()
     [5.0, 4.2...]
     """
+    tensors = (q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens)
     opts = options.check_unified(
-        q,
-        k_cache,
-        v_cache,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        prefix_lens,
-        sm_scale=sm_scale,
-        causal=causal,
-        logit_cap=logit_cap,
-        sliding_window=sliding_window,
-        window_start=window_start,
-        custom_mask=custom_mask,
-        mask_indptr=mask_indptr,
-        skip_prefix_mask=skip_prefix_mask,
-        sinks=sinks,
-        xai_temperature_len=xai_temperature_len,
-        xai_temperature_rule=xai_temperature_rule,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        page_size=page_size,
-        max_extend_len=max_extend_len,
-        out=out,
-    )
-    lists = (qo_indptr, kv_indptr, kv_indices, prefix_lens)
+        *tensors, sm_scale=sm_scale, causal=causal, logit_cap=logit_cap,
+        sliding_window=sliding_window, window_start=window_start,
+        custom_mask=custom_mask, mask_indptr=mask_indptr, skip_prefix_mask=skip_prefix_mask,
+        sinks=sinks, xai_temperature_len=xai_temperature_len, xai_temperature_rule=xai_temperature_rule,
+        k_scale=k_scale, v_scale=v_scale, page_size=page_size, max_extend_len=max_extend_len, out=out,
+    )  # fmt: skip
     if not use_triton(backend, q.device):
         from minikv.attention import torch_path
 
-        return torch_path.unified(q, k_cache, v_cache, *lists, opts, return_lse=return_lse, out=out)
+        return torch_path.unified(*tensors, opts, return_lse=return_lse, out=out)
     refuse_interpreted_bf16(q=q, k_cache=k_cache)
-    return launch_unified(q, k_cache, v_cache, *lists, opts, max_extend_len, return_lse, out)
+    return launch_unified(*tensors, opts, max_extend_len, return_lse, out)
 
 
 def launch_unified(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    prefix_lens: Tensor,
-    opts: options.Options,
-    max_extend_len: int | None,
-    return_lse: bool,
-    out: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, prefix_lens: Tensor, opts: options.Options,
+    max_extend_len: int | None = None, return_lse: bool = False, out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Run the Triton kernel."""
     tokens, q_heads, d = q.shape
     batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
@@ -148,95 +103,32 @@ def launch_unified(
     compact, places = grid_places(tokens, batch, tiles.block_m, 2, max_extend_len)
     block_d, block_tail = head_blocks(d)
     unified_kernel[(q_heads, places, 1 if compact else batch)](
-        q,
-        k_cache,
-        v_cache,
-        o,
-        lse,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        prefix_lens,
-        opts.window_start,
-        None if opts.custom_mask is None else opts.custom_mask.view(torch.uint8),
-        opts.mask_indptr,
-        opts.sinks,
-        batch,
-        batch.bit_length(),
-        places,
-        q_heads // kv_heads,
-        opts.sliding_window,
-        opts.xai_temperature_len,
-        opts.sm_scale * opts.k_scale,
-        opts.v_scale,
-        opts.logit_cap,
-        *(q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),
-        *(o.stride(0), o.stride(1)),
-        D=d,
-        DV=d_v,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        BLOCK_D=block_d,
-        BLOCK_TAIL=block_tail,
-        BLOCK_DV=max(16, power_of_two(d_v)),
-        CAUSAL=opts.causal and opts.custom_mask is None,
-        WINDOW=opts.sliding_window >= 0,
-        CAP=opts.logit_cap > 0,
+        q, k_cache, v_cache, o, lse, qo_indptr, kv_indptr, kv_indices, prefix_lens, opts.window_start,
+        None if opts.custom_mask is None else opts.custom_mask.view(torch.uint8), opts.mask_indptr, opts.sinks,
+        batch, batch.bit_length(), places, q_heads // kv_heads,
+        opts.sliding_window, opts.xai_temperature_len, opts.sm_scale * opts.k_scale, opts.v_scale, opts.logit_cap,
+        q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1), o.stride(0), o.stride(1),
+        k_cache.stride(0), v_cache.stride(0),
+        D=d, DV=d_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        BLOCK_D=block_d, BLOCK_TAIL=block_tail, BLOCK_DV=max(16, power_of_two(d_v)),
+        CAUSAL=opts.causal and opts.custom_mask is None, WINDOW=opts.sliding_window >= 0, CAP=opts.logit_cap > 0,
         RULE=RULES[opts.xai_temperature_rule] if opts.xai_temperature_len > 0 else 0,
         MASK=0 if opts.custom_mask is None else 1 if opts.skip_prefix_mask else 2,
-        COMPACT=compact,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+        COMPACT=compact, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
     return o if lse is None else (o, lse)
 
 
 @triton.jit(do_not_specialize=["batch", "steps", "places", "window", "temperature_len"])
 def unified_kernel(
-    q,
-    k_cache,
-    v_cache,
-    out,
-    lse,
-    qo_indptr,
-    kv_indptr,
-    kv_indices,
-    prefix_lens,
-    window_start,
-    custom_mask,
-    mask_indptr,
-    sinks,
-    batch,
-    steps,
-    places,
-    group,
-    window,
-    temperature_len,
-    scale,
-    v_scale,
-    cap,
-    stride_qt,
-    stride_qh,
-    stride_k,
-    stride_kh,
-    stride_v,
-    stride_vh,
-    stride_ot,
-    stride_oh,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAP: tl.constexpr,
-    RULE: tl.constexpr,
-    MASK: tl.constexpr,
+    q, k_cache, v_cache, out, lse, qo_indptr, kv_indptr, kv_indices, prefix_lens, window_start,
+    custom_mask, mask_indptr, sinks, batch, steps, places, group, window, temperature_len, scale, v_scale, cap,
+    stride_qt, stride_qh, stride_kh, stride_vh, stride_ot, stride_oh, stride_k: tl.constexpr, stride_v: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, RULE: tl.constexpr, MASK: tl.constexpr,
     COMPACT: tl.constexpr,
-):
+):  # fmt: skip
     """One program: one query head, the queries of one request at positions ``tile * BLOCK_M ..``, all keys they see.
 
     ``o = sum_j softmax_j(cap(scale * q . k_j)) v_j``, keys in tiles that begin at multiples of BLOCK_N::
@@ -315,30 +207,17 @@ def unified_kernel(
     first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
     if MASK < 2:
         acc, m_i, l_i = attend(
-            *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, k, v, None, None, 0, slots, mask_rows),
-            *(-start, 0, start, high, 0, first + head_tiles, 0, 0, middle, window, scale, cap, stride_k, stride_v),
-            *(D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP),
-        )
+            acc, m_i, l_i, q_tile, q_tail, q_pos, factor, k, v, None, None, 0, slots, mask_rows,
+            -start, 0, start, high, 0, first + head_tiles, 0, 0, middle, window, scale, cap,
+            stride_k, stride_v, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP,
+        )  # fmt: skip
     acc, m_i, l_i = attend(
-        *(acc, m_i, l_i, q_tile, q_tail, q_pos, factor, k, v, None, None, 0, slots, mask_rows),
-        *(-start, 0, start, high, mask_from, first, head_tiles, middle, masked, window, scale, cap, stride_k, stride_v),
-        *(D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 2 if MASK > 0 else 1, CAUSAL, WINDOW, CAP),
-    )
+        acc, m_i, l_i, q_tile, q_tail, q_pos, factor, k, v, None, None, 0, slots, mask_rows,
+        -start, 0, start, high, mask_from, first, head_tiles, middle, masked, window, scale, cap,
+        stride_k, stride_v, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 1 + (MASK + 1) // 2, CAUSAL, WINDOW, CAP,
+    )  # fmt: skip
     sink = None
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
-    store_rows(
-        acc * v_scale,
-        m_i,
-        l_i,
-        sink,
-        out,
-        lse,
-        (q_start + rows).to(tl.int64),
-        head,
-        live,
-        stride_ot,
-        stride_oh,
-        DV,
-        BLOCK_DV,
-    )
+    token = (q_start + rows).to(tl.int64)
+    store_rows(acc * v_scale, m_i, l_i, sink, out, lse, token, head, live, stride_ot, stride_oh, DV, BLOCK_DV)
