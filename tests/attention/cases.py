@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minikv.attention import decode_attention, extend_attention, extend_attention_unified
 from minikv.attention.reference import reference_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -82,6 +83,24 @@ class Case:
 
     def want_decode(self) -> tuple[Tensor, Tensor]:
         return reference_attention(*self.decode_args(), **self.options)
+
+
+def attend(form: str, case: Case, backend: str, return_lse: bool = False, **more: Any) -> Any:
+    """Run one form ("extend", "unified" or "decode") of `case` into a poisoned output."""
+    call = {"extend": extend_attention, "unified": extend_attention_unified, "decode": decode_attention}[form]
+    args = {"extend": case.extend_args, "unified": case.unified_args, "decode": case.decode_args}[form]()
+    return call(*args, **case.options, **more, return_lse=return_lse, out=case.poisoned_out(), backend=backend)
+
+
+def check(case: Case, backend: str, forms: str = "extend unified") -> None:
+    """Compare the named forms with the oracle, without and with the log-sum-exp (a path of its own in PyTorch)."""
+    for form in forms.split():
+        want, want_lse = getattr(case, f"want_{form}")()
+        out, lse = attend(form, case, backend, return_lse=True)
+        assert_close(out, want)
+        assert_close(lse, want_lse, case.q.dtype)
+        if backend == "torch":
+            assert_close(attend(form, case, backend), want)
 
 
 def make_case(

@@ -1,0 +1,175 @@
+"""The PyTorch path against the oracle, over option combinations, head shapes, dtypes and ragged batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import OPTION_SETS, Case, attend, check, make_case, random_mask
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minikv.attention import padding, torch_path
+from minikv.attention.options import Options
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+HEAD_SIZES = [(16, 16), (24, 24), (64, 64), (80, 80), (96, 96), (112, 112), (128, 64), (256, 256)]
+LATENT = [(576, 512), (288, 256), (192, 128)]
+RAGGED = ([5, 0, 3, 40, 0, 9], [3, 2, 0, 1, 0, 30])
+
+
+@st.composite
+def batches(draw: Any, decode: bool = False) -> Case:
+    """Any batch and any options that go together."""
+    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    size = draw(st.integers(1, 5))
+    lengths = st.one_of(st.integers(0, 9), st.integers(0, 60))
+    prefix = draw(st.lists(lengths, min_size=size, max_size=size))
+    new = [1] * size if decode else draw(st.lists(lengths, min_size=size, max_size=size))
+    latent = pick(False, False, True)
+    d, d_v = pick(*(LATENT if latent else HEAD_SIZES))
+    kv_heads = 1 if latent else pick(1, 2, 3)
+    ratio = pick(1, 2, 3, 4, 5, 7, 17, 24, 48) if d < 128 else pick(1, 2, 3)
+    dtype = pick(*DTYPES)
+    options: dict[str, Any] = {}
+    if draw(st.booleans()):
+        options["sm_scale"] = pick(0.0, 0.05, -0.1)
+    if draw(st.booleans()):
+        options["sliding_window"] = pick(0, 1, 4, 30)
+    if draw(st.booleans()):
+        options["logit_cap"] = pick(0.5, 3.0)
+    if draw(st.booleans()):
+        options |= {"xai_temperature_len": pick(2, 7), "xai_temperature_rule": pick("log", "inverse")}
+        if draw(st.booleans()):
+            options["window_start"] = torch.arange(size, dtype=torch.int32) * 3
+    if draw(st.booleans()):
+        options["sinks"] = torch.randn(kv_heads * ratio, generator=torch.Generator().manual_seed(3))
+    if not decode:
+        options["causal"] = draw(st.booleans())
+        if draw(st.booleans()):
+            keep = pick(0.05, 0.6)
+            options |= {**random_mask(prefix, new, keep=keep), "skip_prefix_mask": draw(st.booleans())}
+    scales = pick((1.0, 1.0), (0.5, 2.0)) if not latent else (1.0, 1.0)
+    return make_case(
+        prefix,
+        new,
+        q_heads=kv_heads * ratio,
+        kv_heads=kv_heads,
+        d=d,
+        d_v=d_v,
+        shared_kv=latent,
+        dtype=dtype,
+        kv_dtype=pick(dtype, dtype, torch.float8_e4m3fn),
+        k_scale=scales[0],
+        v_scale=scales[1],
+        page_size=pick(1, 4, 16),
+        index_dtype=pick(torch.int32, torch.int64),
+        **options,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_extend_and_unified_equal_the_oracle(case: Case) -> None:
+    check(case, "torch")
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(decode=True))
+def test_decode_equals_the_oracle(case: Case) -> None:
+    check(case, "torch", "decode")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTION_SETS)
+def test_each_option_alone(name: str, dtype: torch.dtype) -> None:
+    check(make_case(*RAGGED, dtype=dtype, **OPTION_SETS[name]), "torch")
+
+
+@pytest.mark.parametrize("ratio", [*range(1, 17), 24, 48])
+def test_any_ratio_of_heads(ratio: int) -> None:
+    check(make_case([5, 9], [1, 1], q_heads=2 * ratio, kv_heads=2), "torch", "extend unified decode")
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 100}, {"sliding_window": 300, "logit_cap": 3.0}])
+def test_long_prompts_are_cut_into_blocks_of_queries(options: dict) -> None:
+    check(make_case([3, 350], [600, 300], q_heads=2, kv_heads=1, **options), "torch")
+
+
+def test_sliced_heads_and_wide_rows() -> None:
+    case = make_case([4, 2], [3, 5])
+    fused = torch.cat((case.q, case.k, case.v), 1)  # as a model's one projection gives them
+    case.q, case.k, case.v = fused[:, :4], fused[:, 4:6], fused[:, 6:]
+    check(case, "torch")
+
+
+def test_rows_of_q_beyond_the_batch_are_zero() -> None:
+    case = make_case([4, 2], [3, 2])
+    padded = torch.full((7, 4, 16), torch.nan)
+    padded[:5] = case.q
+    case.q, case.k, case.v = (
+        padded,
+        torch.nn.functional.pad(case.k, (0, 0, 0, 0, 0, 2)),
+        torch.nn.functional.pad(case.v, (0, 0, 0, 0, 0, 2)),
+    )
+    check(case, "torch")
+    assert attend("extend", case, "torch")[5:].eq(0).all()
+
+
+@pytest.mark.parametrize("form", ["extend", "unified", "decode"])
+def test_nothing_to_do(form: str) -> None:
+    assert attend(form, make_case([], []), "torch").shape == (0, 4, 16)
+    if form != "decode":
+        assert attend(form, make_case([3, 0], [0, 0]), "torch").shape == (0, 4, 16)
+
+
+def test_b79_a_padded_row_spoils_no_other() -> None:
+    case = make_case([3, 5, 2], [1, 1, 1], page_size=4)
+    want, _ = case.want_decode()
+    q, k_cache, v_cache, indptr, indices = case.decode_args()  # slot 0 holds NaN
+    indices = torch.cat((indices, torch.zeros(1, dtype=indices.dtype)))
+    indptr = torch.cat((indptr, indptr[-1:] + 1))
+    q = torch.cat((q, torch.full((1, 4, 16), torch.nan)))
+    got = torch_path.decode(q, k_cache, v_cache, indptr, indices, Options(0.25))
+    assert isinstance(got, torch.Tensor)
+    torch.testing.assert_close(got[:3].double(), want, atol=2e-5, rtol=0)
+
+
+# ---- how batches are padded
+
+
+def _rectangles(lengths: list[int], **sizes: int) -> list[padding.Rectangle]:
+    case = make_case([n - 1 for n in lengths], [1] * len(lengths))
+    numbers = {"q_heads": 9, "token_bytes": 1536, **sizes}
+    return padding.rectangles(
+        case.kv_indptr, case.kv_indices, Options(1.0), qo_indptr=None, prefix_lens=None, new_keys=False, **numbers
+    )
+
+
+def test_equal_requests_are_one_rectangle_without_a_mask() -> None:
+    (part,) = _rectangles([12, 12, 12])
+    assert part.shape == (3, 1)
+    assert part.rows == slice(0, 3)
+    assert part.mask is None
+
+
+def test_a_very_ragged_batch_is_not_padded_to_its_longest() -> None:
+    lengths = [9000, *[40] * 30]
+    parts = _rectangles(lengths)
+    cells = sum(part.slots.numel() if isinstance(part.slots, torch.Tensor) else 9000 for part in parts)
+    assert cells <= 2 * sum(lengths)
+    assert len(parts) == 2
+
+
+def test_keys_gathered_at_once_stay_within_a_budget() -> None:
+    parts = _rectangles([2048] * 8)
+    assert [part.shape[0] for part in parts] == [2, 2, 2, 2]
+
+
+def test_a_run_of_slots_is_read_in_place() -> None:
+    indptr, indices = torch.tensor([0, 5]), torch.arange(7, 12)
+    (part,) = padding.rectangles(
+        indptr, indices, Options(1.0), qo_indptr=None, prefix_lens=None, new_keys=False, q_heads=1, token_bytes=8
+    )
+    assert part.slots == slice(7, 12)
