@@ -194,7 +194,10 @@ def draw(
         (f"K and V, batch of {batch:,}", cache * giga, f"{batch:,} × {style.si(one * giga, 'B')}"),
         ("over the limit" if over else "free", abs(memory - weights - cache) * giga, verdict),
     ]
-    rows = [{"what": what, "size": style.si(size, "B"), "how": how} for what, size, how in lines]
+    rows = [
+        {"what": what, "size": f"{size:,.0f} B" if size < 1e6 else style.si(size, "B"), "how": how}
+        for what, size, how in lines
+    ]
     marks = {0: style.NEUTRAL, 3: blue, 4: orange if over else ""}
     for i, row in enumerate(rows):
         line = y + 92 + i * 25

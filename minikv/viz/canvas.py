@@ -257,7 +257,7 @@ class Canvas:
     def _legend(self, y: float) -> None:
         """One line that explains the marks this picture used, and the letters of its requests."""
         shown = [k for k in LEGEND if k in self.used]
-        if len(shown) > 1:
+        if self.used != set(LEGEND):  # a plain token explains itself beside the others
             shown = [k for k in shown if k != "plain" or not self.used & {"computed", "reused"}] or shown
         x, neutral = self.margin, Request("", NEUTRAL, INK)
         width = self.right

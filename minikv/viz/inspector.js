@@ -21,9 +21,9 @@ function render({ model, el }) {
         <span role="status"></span>
       </div>
       <div style="display:flex;gap:12px;flex-wrap:wrap">
-        <div role="tree" aria-label="prefix tree" tabindex="0" style="flex:3 1 440px;height:380px;overflow:auto;
+        <div role="tree" aria-label="prefix tree" tabindex="0" style="flex:3 1 380px;height:380px;overflow:auto;
           border:1px solid var(--jp-border-color2,#c8ccd2);border-radius:6px"></div>
-        <div aria-live="polite" aria-label="chosen node" style="flex:2 1 260px;height:380px;overflow:auto;
+        <div aria-live="polite" aria-label="chosen node" style="flex:2 1 220px;height:380px;overflow:auto;
           overflow-wrap:anywhere"></div>
       </div>
     </div>`;

@@ -73,8 +73,10 @@ class Inspector:
             for name, value in zip(
                 rows,
                 (
-                    at.get(id(item.parent), -1), style.shorten(style.token_text(text), SNIPPET), text.lower()[:SEARCHED],
-                    item.tokens, " ".join(map(str, pages[:8])) + more, item.locks, item.hits, item.last_use,
+                    at.get(id(item.parent), -1), style.shorten(style.token_text(text), SNIPPET),
+                    text.lower()[:SEARCHED],
+                    item.tokens, " ".join(map(str, pages[:8])) + more, item.locks, item.hits,
+                    item.last_use,
                     "" if item.namespace is None else repr(item.namespace), " ".join(item.owners), colour,
                 ),
                 strict=True,

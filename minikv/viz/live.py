@@ -49,11 +49,10 @@ class Texts:
             self.known[token] = str(self.call([token])) if self.call else str(token)
         return self.known[token]
 
-    def joined(self, tokens: Sequence[int]) -> str:
+    def joined(self, tokens: Any) -> str:
         """The text of consecutive tokens."""
-        if self.call:
-            return str(self.call([int(t) for t in tokens]))
-        return " ".join(self(int(t)) for t in tokens)
+        ids = ints(tokens)
+        return str(self.call(ids)) if self.call else " ".join(map(self, ids))
 
 
 @dataclass(frozen=True)

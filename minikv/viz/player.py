@@ -79,7 +79,7 @@ class Player:
     interval
         Milliseconds per frame when playing.
     static
-        Which frame is the static picture (readers of the stored page see only that one).
+        Which frame is the static picture, the last by default: readers of the stored page see only that one.
 
     Attributes
     ----------
@@ -94,13 +94,15 @@ class Player:
         Without frames.
     """
 
-    def __init__(self, frames: Sequence[Drawing], *, interval: int = 900, static: int = 0) -> None:
+    def __init__(self, frames: Sequence[Drawing], *, interval: int = 900, static: int = -1) -> None:
         self.frames = list(frames)
         if not self.frames:
             raise ArgumentError("frames", frames, "give at least one drawing")
         last, names = len(self.frames) - 1, {"interval": interval, "min": 0, "max": len(self.frames) - 1, "step": 1}
         self.static = self.frames[static]
-        self.stack = ipywidgets.Stack([ipywidgets.HTML(page) for page in _same_height(self.frames)], selected_index=0)
+        wide = ipywidgets.Layout(width="100%")
+        pages = [ipywidgets.HTML(page, layout=wide) for page in _same_height(self.frames)]
+        self.stack = ipywidgets.Stack(pages, selected_index=0, layout=wide)
         self.play = ipywidgets.Play(value=0, **names)
         self.slider = ipywidgets.IntSlider(
             value=0, min=0, max=last, description="frame", readout=False, layout=ipywidgets.Layout(width="320px")

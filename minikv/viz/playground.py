@@ -16,6 +16,8 @@ from minikv.viz.player import Player
 from minikv.viz.style import Drawing
 from minikv.viz.widgets import Live
 
+TITLE = "Radix playground"
+
 
 class Words:
     """A tokenizer for trying things out: every new word gets the next number."""
@@ -122,13 +124,9 @@ class Playground:
         """What `text` would find; nothing is counted, split or stored."""
         tokens = self.tokenizer.encode(text)
         node, length = self.cache.peek(tokens)
-        path, depth = _path(node), 0
-        whole = []
-        for one in path:
-            depth += len(one.key)
-            whole += [one] if depth <= length else []
         note = f"{len(tokens)} tokens, {length} of them cached" if tokens else "type a prompt"
-        return self._show(self._tree(reused=whole, who=style.letter(self.count), note=note))
+        who = style.letter(self.count)
+        return self._show(self._tree(reused=_path(node), reused_tokens=length, who=who, note=note))
 
     def run(self, text: str, *, hold: bool = False) -> Drawing:
         """Match `text` and insert it as the next request; with `hold` it keeps its lock.
@@ -170,15 +168,16 @@ class Playground:
             return 0
         self.cache.lock(match.node)
         try:
-            short = need - self.allocator.available_size()
-            evicted = self.cache.evict(short) if short > 0 else 0
-            slots = self.allocator.alloc(need)
-            if slots is None:
-                size, free = self.allocator.page_size, self.allocator.available_size()
+            size, free = self.allocator.page_size, self.allocator.available_size()
+            if need > free + self.cache.evictable_size:
+                can = f"{free // size} are free and {self.cache.evictable_size // size} can be evicted"
                 raise StateError(
-                    f"the prompt needs {need // size} new pages, {free // size} of {self.allocator.num_pages} are free "
-                    "and the rest is locked: finish a request, shorten the prompt or make the pool larger"
+                    f"the prompt needs {need // size} new pages; of the pool's {self.allocator.num_pages}, {can}: "
+                    "finish a request, shorten the prompt or make the pool larger"
                 )
+            evicted = self.cache.evict(need - free) if need > free else 0
+            slots = self.allocator.alloc(need)
+            assert slots is not None
             self.cache.insert(tokens, torch.cat([match.slots, slots]))
         finally:
             self.cache.unlock(match.node)
@@ -195,7 +194,7 @@ class Playground:
         with self.cache.record() as self._recorder:
             if not self.cache.evict(1):
                 raise StateError("nothing can be evicted: the tree is empty, or all of it is locked; finish a request")
-        drawing = tree_frames.frames(self._recorder, kinds=["evict"], decode=self.tokenizer)[-1]
+        drawing = tree_frames.frames(self._recorder, kinds=["evict"], decode=self.tokenizer, title=TITLE)[-1]
         return self._show(drawing)
 
     def finish(self, who: str | None = None) -> Drawing:
@@ -215,7 +214,7 @@ class Playground:
 
     def _tree(self, **options: Any) -> Drawing:
         running = {who: _Running(node) for who, node in self.running.items()}
-        return tree.draw(self.cache, decode=self.tokenizer, requests=running, title="Radix playground", **options)
+        return tree.draw(self.cache, decode=self.tokenizer, requests=running, title=TITLE, **options)
 
     def _draw(self, text: str) -> Drawing:
         return self.preview(text)
@@ -223,7 +222,7 @@ class Playground:
     def _show(self, drawing: Drawing) -> Drawing:
         self.drawing = drawing
         if hasattr(self, "_live"):
-            self._live.show(drawing)
+            self._live.show(drawing)  # also takes the last error away
             if self.allocator is not None:
                 pages = page_map.draw(self.allocator, cache=self.cache, decode=self.tokenizer)
                 self._live.picture.value = drawing.svg + pages.svg

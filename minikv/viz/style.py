@@ -68,8 +68,7 @@ def luminance(colour: str) -> float:
 
 def ink_on(colour: str) -> str:
     """Black or white, whichever contrasts more with `colour`."""
-    light = luminance(colour)
-    return INK if (light + 0.05) / (luminance(INK) + 0.05) >= 1.05 / (light + 0.05) else "#ffffff"
+    return "#000000" if (luminance(colour) + 0.05) ** 2 >= 1.05 * 0.05 else "#ffffff"
 
 
 def blend(colour: str, share: float, ground: str = PAPER) -> str:
@@ -96,7 +95,7 @@ def request(who: int | str) -> Request:
     Examples
     --------
     >>> request(1)
-    Request(letter='B', colour='#E69F00', ink='#1b1e23')
+    Request(letter='B', colour='#E69F00', ink='#000000')
     """
     if isinstance(who, int):
         name, index = letter(who), who

@@ -26,7 +26,7 @@ class Look:
     texts: Texts
     page_size: int
     colour_by: ColourBy | None
-    marks: dict[int, str]
+    marks: dict[int, tuple[str, float]]
     who: style.Request | None
     shade: Callable[[Item], str] = field(default=lambda item: style.SHADE)
 
@@ -40,6 +40,7 @@ def draw(
     computed: Iterable[Any] = (),
     reused: Iterable[Any] = (),
     evicted: Iterable[Any] = (),
+    reused_tokens: int | None = None,
     who: int | str | None = None,
     max_nodes: int = 40,
     max_siblings: int = 8,
@@ -65,6 +66,8 @@ def draw(
         What happens in this picture, written under the title.
     computed, reused, evicted
         Nodes whose tokens are drawn solid, hatched or struck through, in the colour of request `who`.
+    reused_tokens
+        Only so many tokens of `reused` (a path, from the top) are hatched: a match that ends inside a node.
 
     Examples
     --------
@@ -79,7 +82,11 @@ def draw(
     whole = [item for root in roots for item in walk(root) if item.node is not None]
     kept = fold(roots, max_nodes, max_siblings)
     shown = [item for root in kept for item in walk(root) if item.node is not None and not item.folded]
-    marks = {id(n): k for k, some in (("reused", reused), ("computed", computed), ("evicted", evicted)) for n in some}
+    marks, left = {}, math.inf if reused_tokens is None else reused_tokens
+    for node in reused:
+        marks[id(node)] = ("reused", min(len(node.key), left))
+        left -= marks[id(node)][1]
+    marks |= {id(n): (k, math.inf) for k, some in (("computed", computed), ("evicted", evicted)) for n in some}
     look = Look(Texts(decode), cache.page_size, colour_by, marks, None if who is None else style.request(who))
     look.shade = _shader(shown, colour_by)
 
@@ -252,10 +259,8 @@ def _card(
     """One node: its page boxes with their tokens, and a line with its locks, hits, age and requests."""
     canvas.add('<g data-node="1">')
     canvas.rect(x, y, w, h, fill=look.shade(item), r=10)
-    kind, key, slots = look.marks.get(id(item.node), "plain"), item.key, ints(item.node.slots)
-    owner = look.who if kind in ("computed", "reused") else None
-    if owner is None and len(item.owners) == 1:
-        owner = style.request(item.owners[0])
+    (kind, marked), key, slots = look.marks.get(id(item.node), ("plain", 0)), item.key, ints(item.node.slots)
+    owner = style.request(item.owners[0]) if len(item.owners) == 1 else None
     at, step = x + 8, canvas.page_box(look.page_size)[0] + 5
     for page, offsets in boxes:
         if page is None:
@@ -268,7 +273,9 @@ def _card(
         cx, cy = canvas.page(at, y + 8, page if slots else "–", len(offsets), note=note)
         for i, offset in enumerate(offsets):
             tip = f"token {key[offset]}" + (f", slot {slots[offset]}" if slots else "")
-            canvas.token(cx + i * canvas.cell, cy, look.texts(key[offset]), kind, owner, tip=tip)
+            shown = kind if offset < marked else "plain"
+            who = look.who if shown in ("computed", "reused") and look.who else owner
+            canvas.token(cx + i * canvas.cell, cy, look.texts(key[offset]), shown, who, tip=tip)
         at += step
     left, base = x + 10, y + h - 9
     if item.locks:
