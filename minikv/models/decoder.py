@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minikv.attention.backend import AttentionBackend
 from minikv.models.config import ModelConfig
 from minikv.models.layers import MLP, Linear, RMSNorm, Rotary, SelfAttention
 from minikv.models.mla import LatentAttention
-
-if TYPE_CHECKING:
-    from minikv.attention.backend import AttentionBackend
 
 
 class Decoder(nn.Module):

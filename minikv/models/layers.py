@@ -8,16 +8,14 @@ In comments: T tokens, Hq and Hk query and KV heads, d the size of a head.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minikv.attention.backend import AttentionBackend, LayerAttention
 from minikv.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from minikv.attention.backend import AttentionBackend
 
 
 class Linear(nn.Module):
@@ -29,6 +27,12 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(n_out, **where), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        tokens = x.shape[0]
+        if x.device.type == "cpu" and x.dtype == torch.float32 and 1 <= tokens <= 8:
+            # MKL reads the weights 1.3 to 4 times faster this way round, if there are at least two columns.
+            columns = torch.cat((x, x)) if tokens == 1 else x  # [max(T, 2), in]
+            out = (self.weight @ columns.t()).t()[:tokens]
+            return out if self.bias is None else out + self.bias
         return F.linear(x, self.weight, self.bias)
 
 
@@ -127,8 +131,6 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, **where: Any) -> None:
         super().__init__()
-        from minikv.attention.backend import LayerAttention
-
         self.layer, self.q_heads, self.kv_heads, self.d = layer, config.q_heads, config.kv_heads, config.head_dim
         heads = config.q_heads + 2 * config.kv_heads
         self.qkv_proj = Linear(config.hidden_size, heads * self.d, config.qkv_bias, **where)

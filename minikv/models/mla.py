@@ -8,16 +8,14 @@ d_qk = r + rope (the row) and d_v = r (its first r numbers).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from minikv.attention.backend import AttentionBackend, LayerAttention
 from minikv.models.config import ModelConfig
 from minikv.models.layers import Linear, RMSNorm, rotate, yarn_mscale
-
-if TYPE_CHECKING:
-    from minikv.attention.backend import AttentionBackend
 
 
 class LatentAttention(nn.Module):
@@ -25,8 +23,6 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, **where: Any) -> None:
         super().__init__()
-        from minikv.attention.backend import LayerAttention
-
         assert config.mla is not None
         mla, hidden, self.heads, self.layer = config.mla, config.hidden_size, config.q_heads, layer
         self.rank, self.rope, self.nope = mla.kv_lora_rank, mla.rope_dim, mla.nope_dim

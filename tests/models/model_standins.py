@@ -2,35 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import types
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def provide_layer_attention() -> None:
-    """Let the layers find their options class while the attention room is not there."""
-    if importlib.util.find_spec("minikv.attention") and importlib.util.find_spec("minikv.attention.backend"):
-        return
-
-    @dataclass(frozen=True)
-    class LayerAttention:
-        sm_scale: float | None = None
-        logit_cap: float = 0.0
-        sliding_window: int = -1
-        sinks: Any = None
-        xai_temperature_len: int = -1
-
-    module: Any = types.ModuleType("minikv.attention.backend")
-    module.LayerAttention = LayerAttention
-    sys.modules["minikv.attention.backend"] = module
-
-
-provide_layer_attention()
 
 
 @dataclass
