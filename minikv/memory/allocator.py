@@ -68,12 +68,7 @@ class PagedAllocator:
     """
 
     def __init__(
-        self,
-        size: int,
-        page_size: int,
-        device: torch.device | str = "cpu",
-        debug: bool = False,
-        kernels: str = "auto",
+        self, size: int, page_size: int, device: torch.device | str = "cpu", debug: bool = False, kernels: str = "auto"
     ) -> None:
         if not 1 <= page_size <= MAX_PAGE_SIZE:
             raise ArgumentError("page_size", page_size, f"must be between 1 and {MAX_PAGE_SIZE}")

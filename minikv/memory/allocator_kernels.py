@@ -160,19 +160,22 @@ def extend_torch(
 ) -> torch.Tensor:
     """The same slots as :func:`extend_triton`, with PyTorch operations on any device."""
     tokens, pages = before.view(2, -1)
+    following = last_loc.long() + 1
     request = torch.repeat_interleave(tokens.diff(), output_size=total)
-    t = torch.arange(total, device=tokens.device) - tokens[request]
-    last = last_loc.long()[request]
-    u = t - (-(last + 1)) % page_size
-    fresh = u >= 0
-    page = free.page_at(first + pages[request] + u.div(page_size, rounding_mode="floor"), fresh)
+    t = torch.arange(total, device=tokens.device)  # numbered over the whole batch; the terms per request make up for it
+    u = t - (tokens[:-1] + (-following) % page_size).index_select(0, request)
+    fresh, number = u >= 0, u // page_size
+    page = free.page_at((first + pages[:-1]).index_select(0, request) + number, fresh)
     free.mark(first, new_pages, HELD)
-    return torch.where(fresh, page * page_size + u % page_size, last + 1 + t)
+    in_page = (following - tokens[:-1]).index_select(0, request) + t
+    return torch.where(fresh, (page - number) * page_size + u, in_page)
 
 
 def decode_torch(free: FreeList, page_size: int, last_loc: torch.Tensor, first: int, new_pages: int) -> torch.Tensor:
     """The same slots as :func:`decode_triton`, with PyTorch operations on any device."""
     following = last_loc.long() + 1
+    if new_pages == 0:
+        return following
     opens = following % page_size == 0
     rank = opens.cumsum(0) - 1
     page = free.page_at(first + rank, opens & (rank < new_pages))

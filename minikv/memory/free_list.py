@@ -46,7 +46,8 @@ class FreeList:
         self.state[0].fill_(RESERVED)
         self.lost = torch.zeros(1, dtype=torch.int64, device=device)
         self.addresses = tuple(map(pointer, (self.stack, self.state, self.lost)))
-        self._told = torch.zeros(1, dtype=torch.int64, pin_memory=True) if device.type == "cuda" else None
+        self.exact = device.type == "cpu"  # every free is checked first, so the host's count is the truth
+        self._told = None if self.exact else torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._told_host = None if self._told is None else self._told.numpy()
 
     def poll(self) -> None:
@@ -73,13 +74,18 @@ class FreeList:
         return self.stack[front : self.num_pages].clone()
 
     def page_at(self, index: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Pages at positions `index` of the list as the host counts them; 0 where not `wanted` or past the end."""
+        """Pages at positions `index` of the list as the host counts them: 0 past the end, any where not `wanted`."""
+        if self.exact:
+            return self.stack.index_select(0, torch.where(wanted, index, 0))  # several times faster than stack[...]
         index = index + (self.lost - self.seen)
         inside = wanted & (index < self.num_pages)
         return torch.where(inside, self.stack[torch.where(inside, index, 0)], 0)
 
     def mark(self, first: int, count: int, value: int) -> None:
         """Set the state of the pages at `count` positions of the list from `first` on."""
+        if self.exact:
+            self.state[self.stack[first : first + count]] = value
+            return
         index = torch.arange(first, first + count, device=self.stack.device)
         page = self.page_at(index, index >= first)
         self.state.scatter_(0, torch.where(page > 0, page, self.num_pages + 1), value)

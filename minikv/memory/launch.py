@@ -39,7 +39,8 @@ class Binary:
         from triton.runtime import driver
 
         self._device = next(a.device.index for a in args if isinstance(a, torch.Tensor))
-        self._current_device, self._stream = driver.active.get_current_device, driver.active.get_current_stream
+        active: Any = driver.active
+        self._current_device, self._stream = active.get_current_device, active.get_current_stream
         with torch.cuda.device(self._device):
             compiled = kernel.warmup(*args, grid=(1,), num_warps=num_warps, **constexprs)
             self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
