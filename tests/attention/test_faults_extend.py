@@ -1,0 +1,197 @@
+"""Faults that extend attention has had elsewhere, by id, on every way of running it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_close, attend, check, make_case
+
+from minikv._triton import INTERPRETED, tl, triton
+from minikv.attention import decode_attention, extend_attention
+from minikv.attention.tiles import capability_of, extend_tiles, unified_tiles
+from minikv.errors import ArgumentError
+
+BOTH = ["extend", "unified"]
+
+
+def counting(prefix: int, new: int, way: Any, **options: Any) -> Any:
+    """One head whose keys are 0 (all weights equal) and whose value at position i is i."""
+    case = make_case([prefix], [new], q_heads=1, kv_heads=1, device=way.device, **options)
+    values = torch.arange(float(prefix + new), device=way.device)[:, None, None].expand(-1, 1, 16)
+    case.k[:], case.k_cache[case.kv_indices.long()] = 0, 0
+    case.v[:], case.v_cache[case.kv_indices.long()] = values[prefix:], values
+    return case
+
+
+def two_scores(first: float, way: Any, **options: Any) -> Any:
+    """One query over two keys with scaled scores `first` and 0, and values 1 and 0."""
+    case = make_case([1], [1], q_heads=1, kv_heads=1, device=way.device, sm_scale=1.0, **options)
+    old, new = case.kv_indices.tolist()
+    case.q[:], case.k[:], case.k_cache[[old, new]] = 0, 0, 0
+    case.q[..., 0], case.k_cache[old, 0, 0] = 1, first
+    case.v[:], case.v_cache[new], case.v_cache[old] = 0, 0, 1
+    return case
+
+
+def column(result: torch.Tensor) -> list[float]:
+    return result[:, 0, 0].tolist()
+
+
+@pytest.mark.parametrize("form", BOTH)
+def test_b53_queries_are_the_last_positions_not_the_first(way, form):
+    assert column(attend(form, counting(3, 2, way), way.backend)) == pytest.approx([1.5, 2.0])
+
+
+def test_b55_window_and_sinks_agree_in_both_kernels(way):
+    sinks = torch.tensor([0.5, -1.0])
+    for options in ({}, {"sinks": sinks}, {"sliding_window": 3}, {"sliding_window": 3, "sinks": sinks}):
+        check(make_case([5], [3], q_heads=2, kv_heads=2, device=way.device, **options), way.backend)
+
+
+@pytest.mark.parametrize("form", BOTH)
+def test_b56_a_window_of_four_keys(way, form):
+    assert column(attend(form, counting(8, 3, way, sliding_window=3), way.backend))[2] == pytest.approx(8.5)
+    assert column(attend(form, counting(8, 3, way, sliding_window=0), way.backend)) == pytest.approx([8, 9, 10])
+    wide, none = (attend(form, counting(8, 3, way, **o), way.backend) for o in ({"sliding_window": 11}, {}))
+    assert_close(wide, none)
+
+
+def test_b56_extend_and_decode_see_the_same_window(way):
+    case = counting(10, 1, way, sliding_window=3)
+    assert column(attend("decode", case, way.backend)) == pytest.approx([8.5])
+    assert column(attend("extend", case, way.backend)) == pytest.approx([8.5])
+
+
+def test_b58_rows_without_a_visible_key(way):
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    mask[1] = False
+    options = {"custom_mask": mask.flatten(), "mask_indptr": torch.tensor([0, 9, 9])}
+    case = make_case([0, 0], [3, 0], device=way.device, **options)
+    check(case, way.backend)
+    for form in BOTH:
+        out, lse = attend(form, case, way.backend, return_lse=True)
+        assert out[1].eq(0).all()
+        assert lse[1].eq(-math.inf).all()
+
+
+@pytest.mark.parametrize("form", BOTH)
+def test_b59_the_cap_acts_on_the_natural_logit(way, form):
+    got = attend(form, two_scores(10.0, way, logit_cap=5.0), way.backend)
+    assert column(got) == pytest.approx([0.99200], abs=1e-5)
+
+
+@pytest.mark.parametrize("form", BOTH)
+def test_b61_a_cap_survives_large_logits(way, form):
+    for score, want in ((200.0, 0.73106), (-200.0, 0.26894)):
+        got = attend(form, two_scores(score, way, logit_cap=1.0), way.backend)
+        assert column(got) == pytest.approx([want], abs=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(1, 2), (6, 3)])
+def test_b62_unused_and_out_of_window_slots_may_hold_nan(way, lengths):
+    for window in (-1, 3):
+        case = make_case([lengths[0]], [lengths[1]], page_size=4, device=way.device, sliding_window=window)
+        unseen = case.kv_indices[: max(lengths[0] - window, 0) if window >= 0 else 0].long()
+        case.k_cache[unseen], case.v_cache[unseen] = torch.nan, torch.nan
+        assert case.k_cache[0].isnan().all()
+        check(case, way.backend)
+
+
+def test_b62_keys_that_a_mask_hides_from_all_may_hold_nan(way):
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[:, [1, 4]] = False  # one of the prefix, one of the new
+    case = make_case(
+        [3], [2], device=way.device, custom_mask=mask.flatten(), mask_indptr=torch.tensor([0, 10]), page_size=4
+    )
+    hidden = case.kv_indices[[1, 4]].long()
+    case.k[1], case.v[1], case.k_cache[hidden], case.v_cache[hidden] = (torch.nan,) * 4
+    check(case, way.backend)
+
+
+def test_b64_tiles_fit_the_tensor_cores(way):
+    if way.backend == "triton":
+        for tiles in (extend_tiles, unified_tiles):
+            chosen = tiles(capability_of(torch.device(way.device)), 8, 8, torch.float32)
+            assert min(chosen.block_m, chosen.block_n) >= 16
+    check(make_case([4], [1], d=8, device=way.device), way.backend, "extend unified decode")
+
+
+def test_b65_more_than_sixteen_query_heads_per_kv_head(way):
+    slow = way == ("triton", "cpu")  # interpreted: one ratio, one form
+    for q_heads in (17,) if slow else (17, 24):
+        case = make_case([2], [5], q_heads=q_heads, kv_heads=1, device=way.device)
+        check(case, way.backend, "extend" if slow else "extend unified")
+
+
+@pytest.mark.parametrize("form", BOTH)
+def test_b69_logits_beyond_half_precision(way, form):
+    case = make_case([1], [1], q_heads=1, kv_heads=1, dtype=torch.float16, device=way.device, sm_scale=1.0)
+    old, new = case.kv_indices.tolist()
+    case.q[:], case.k[:], case.k_cache[[old, new]] = 70, 70, 70
+    case.v[:], case.v_cache[new], case.v_cache[old] = 3, 3, 1
+    assert column(attend(form, case, way.backend)) == pytest.approx([2.0])
+
+
+def test_b72_any_ratio_of_heads(way):
+    slow = way == ("triton", "cpu")  # interpreted: a program per head, so the pairs with few heads
+    for q_heads, kv_heads in ((3, 1), (5, 1), (2, 2)) if slow else ((3, 1), (5, 1), (12, 2), (14, 2), (7, 7)):
+        check(make_case([3], [2], q_heads=q_heads, kv_heads=kv_heads, device=way.device), way.backend)
+    with pytest.raises(ArgumentError, match="5 query heads cannot share 2 KV heads"):
+        attend("extend", make_case([3], [2], q_heads=5, kv_heads=2, device=way.device), way.backend)
+
+
+def test_b74_tail_of_the_last_page_is_never_visible(way):
+    case = make_case([4], [2], page_size=4, device=way.device)
+    before = [attend(form, case, way.backend) for form in BOTH]
+    unused = torch.ones(case.k_cache.shape[0], dtype=torch.bool, device=way.device)
+    unused[case.kv_indices.long()] = False
+    case.k_cache[unused], case.v_cache[unused] = 1e4, -1e4
+    for form, old in zip(BOTH, before, strict=True):
+        assert torch.equal(attend(form, case, way.backend), old)
+
+
+# ---- Triton: language and interpreter
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are not interpreted in this process")
+def test_b121_interpreted_bf16_is_refused():
+    case = make_case([2], [1], dtype=torch.bfloat16)
+    for form in (*BOTH, "decode"):
+        with pytest.raises(ArgumentError, match="bfloat16"):
+            attend(form, case, "triton")
+
+
+@triton.jit
+def _masked_scalar_store(target):
+    tl.store(target, 1, mask=False)
+
+
+@triton.jit
+def _masked_sum(source, target):
+    at = tl.arange(0, 16)
+    tl.store(target, tl.sum(tl.load(source + at, mask=at < 4, other=0), 0))
+
+
+def test_b123_a_masked_scalar_store_writes_nothing(device):
+    target = torch.tensor([-1], device=device)
+    _masked_scalar_store[(1,)](target)
+    assert target.tolist() == [-1]
+
+
+def test_b124_a_masked_load_gives_its_other(device):
+    target = torch.zeros(1, device=device)
+    _masked_sum[(1,)](torch.ones(4, device=device), target)
+    assert target.tolist() == [4.0]
+
+
+def test_the_public_functions_return_what_they_promise(way):
+    case = make_case([3], [1], dtype=torch.float16, device=way.device)
+    out = extend_attention(*case.extend_args(), backend=way.backend)
+    assert (out.shape, out.dtype) == ((1, 4, 16), torch.float16)
+    buffer = torch.empty_like(out)
+    result = decode_attention(*case.decode_args(), backend=way.backend, out=buffer, return_lse=True)
+    assert result[0] is buffer
+    assert (result[1].shape, result[1].dtype) == ((1, 4), torch.float32)
