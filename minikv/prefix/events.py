@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minikv.prefix.eviction import is_candidate
-from minikv.prefix.node import Node, Slots, as_tensor, as_tokens, copied
+from minikv.prefix.node import Node, Slots, as_tensor, as_tokens
 
 if TYPE_CHECKING:
     from minikv.prefix.radix import RadixCache
@@ -125,11 +125,11 @@ def copy_tree(cache: RadixCache) -> RadixCache:
     copy.root.lock_count = cache.root.lock_count
     twins = {id(cache.root): copy.root}
     for node in cache.nodes():
-        slots = copied(node.slots.cpu().numpy())
+        slots = bytearray(node.slots.cpu().numpy().data)
         twin = twins[id(node)] = Node(node.data, slots, twins[id(node.parent)], node.namespace, node.id)
         for name in ("lock_count", "hit_count", "last_use", "birth", "priority"):
             setattr(twin, name, getattr(node, name))
-        twins[id(node.parent)].children[copy.child_key(twin)] = twin
+        twin.adopt(copy.page_bytes)
     for twin in twins.values():
         if is_candidate(twin):
             copy.queue.push(twin)

@@ -38,11 +38,11 @@ def _of_edge(cache: RadixCache, parent: Node, key: Hashable, node: Node) -> Iter
     tokens = len(node.data) // TOKEN_BYTES
     if not tokens or tokens % cache.page_size:
         yield f"{node}: its key is not whole pages of {cache.page_size}"
-    if len(node.stored) != tokens:
-        yield f"{node}: {len(node.stored)} slots for {tokens} tokens"
+    if len(node.slots) != tokens:
+        yield f"{node}: {len(node.slots)} slots for {tokens} tokens"
     if node.parent is not parent:
         yield f"{node}: a child of {parent}, but its parent is {node.parent}"
-    if key != cache.child_key(node):
+    if key != node.child_key(cache.page_bytes):
         yield f"{node}: filed in {parent} under a key that is not its first page"
     if parent is not cache.root and typed(parent.namespace) != typed(node.namespace):
         yield f"{node}: under {parent}, of another namespace"
@@ -69,8 +69,8 @@ def _of_sizes(cache: RadixCache, nodes: list[Node]) -> Iterable[str]:
 
 def _of_slots(cache: RadixCache, nodes: list[Node], owned: Iterable[Any]) -> Iterable[str]:
     size, allocator = cache.page_size, cache.allocator
-    slots = np.concatenate([_numbers(node.stored) for node in nodes]) if nodes else np.empty(0, np.int64)
-    holder = np.repeat(np.arange(len(nodes)), [len(node.stored) for node in nodes])
+    slots = np.concatenate([_numbers(node.slots) for node in nodes]) if nodes else np.empty(0, np.int64)
+    holder = np.repeat(np.arange(len(nodes)), [len(node.slots) for node in nodes])
     order = np.argsort(slots, kind="stable")
     for i in np.flatnonzero(np.diff(slots[order]) == 0):
         yield f"slot {slots[order[i]]} is in {nodes[holder[order[i]]]} and in {nodes[holder[order[i + 1]]]}"

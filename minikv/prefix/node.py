@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from minikv.errors import ArgumentError
 
 INT64 = np.dtype(np.int64)
 TOKEN_BYTES = INT64.itemsize
-Slots = np.ndarray | torch.Tensor  # int64 [n]: NumPy on the CPU (a tensor of 50 slots would weigh twice as much)
+Slots = bytearray | torch.Tensor  # int64 [n]: on the CPU raw bytes, since 50 slots as a tensor weigh twice as much
+NO_CHILDREN: Any = MappingProxyType({})  # of every leaf, which saves each its own empty dictionary
 
 
 class Node:
@@ -49,7 +51,7 @@ class Node:
 
     def __init__(self, data: bytes, stored: Slots, parent: Node | None, namespace: Hashable, id: int) -> None:
         self.data, self.stored, self.parent, self.namespace = data, stored, parent, namespace
-        self.children: dict[Hashable, Node] = {}
+        self.children: dict[Hashable, Node] = NO_CHILDREN
         self.lock_count = self.hit_count = self.priority = 0
         self.id = self.birth = self.last_use = id
         self.queued = False
@@ -68,7 +70,26 @@ class Node:
 
     @slots.setter
     def slots(self, slots: torch.Tensor) -> None:
-        self.stored = slots if isinstance(self.stored, torch.Tensor) else slots.numpy()
+        self.stored = slots if isinstance(self.stored, torch.Tensor) else bytearray(slots.contiguous().numpy().data)
+
+    def child_key(self, page_bytes: int) -> Hashable:
+        """Under which key the parent has this node: its first page, right below the root with its namespace."""
+        page = self.data[:page_bytes]
+        top = self.parent is not None and self.parent.parent is None
+        return (typed(self.namespace), page) if top and self.namespace is not None else page
+
+    def adopt(self, page_bytes: int) -> None:
+        """Become a child of the parent."""
+        assert self.parent is not None
+        if self.parent.children is NO_CHILDREN:
+            self.parent.children = {}
+        self.parent.children[self.child_key(page_bytes)] = self
+
+    def leave(self, page_bytes: int) -> None:
+        """Undo `adopt`; the node has no parent any more."""
+        assert self.parent is not None
+        del self.parent.children[self.child_key(page_bytes)]
+        self.parent.children, self.parent = self.parent.children or NO_CHILDREN, None
 
     def __lt__(self, other: Node) -> bool:
         """The deeper node first; asked only of halves of one node, which are equal in rank and birth."""
@@ -131,23 +152,27 @@ class CacheStats:
 
 
 def as_tensor(slots: Slots) -> torch.Tensor:
-    """The same memory as a tensor."""
-    return slots if isinstance(slots, torch.Tensor) else torch.from_numpy(slots)
+    """The same memory as an int64 tensor."""
+    if isinstance(slots, torch.Tensor):
+        return slots
+    return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0, dtype=torch.int64)
 
 
 def join(parts: Sequence[Slots]) -> torch.Tensor:
-    """Slot arrays of one kind laid end to end in new memory."""
+    """Slots of several nodes laid end to end in new memory."""
     if isinstance(parts[0], torch.Tensor):
         return torch.cat(parts)  # type: ignore[arg-type]
-    return torch.frombuffer(bytearray().join(parts), dtype=torch.int64)  # type: ignore[arg-type]  # 2x np.concatenate
+    return as_tensor(bytearray().join(parts))  # type: ignore[arg-type]
 
 
-def copied(slots: Slots) -> Slots:
-    """A copy that keeps nothing else alive."""
-    return slots.copy() if isinstance(slots, np.ndarray) else slots.clone()
+def cut(slots: Slots, start: int, stop: int) -> Slots:
+    """A copy of the slots from `start` to `stop`, which keeps nothing else alive."""
+    if isinstance(slots, torch.Tensor):
+        return slots[start:stop].clone()
+    return slots[start * TOKEN_BYTES : stop * TOKEN_BYTES]
 
 
-def as_tokens(tokens: Any) -> np.ndarray:
+def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
     """Token ids as a contiguous int64 array `[n]`; an int64 array is taken as it is, a list is converted once.
 
     Raises
@@ -168,7 +193,7 @@ def as_tokens(tokens: Any) -> np.ndarray:
         tokens = np.array(tokens if isinstance(tokens, Sequence) else list(tokens))
         tokens = tokens if tokens.size else tokens.astype(np.int64)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-        raise ArgumentError("tokens", tokens, "must be one line of integer token ids")
+        raise ArgumentError(name, tokens, "must be one line of integers")
     return np.ascontiguousarray(tokens, np.int64)
 
 

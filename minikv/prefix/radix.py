@@ -16,7 +16,7 @@ from minikv.errors import ArgumentError, StateError
 from minikv.prefix.events import Event, Recorder
 from minikv.prefix.eviction import EvictionQueue, is_candidate
 from minikv.prefix.invariants import check
-from minikv.prefix.node import TOKEN_BYTES, CacheStats, Match, Node, Slots, as_tokens, copied, join, typed
+from minikv.prefix.node import TOKEN_BYTES, CacheStats, Match, Node, Slots, as_tokens, cut, join, typed
 from minikv.prefix.requests import RequestLife
 
 if TYPE_CHECKING:
@@ -63,13 +63,9 @@ class RadixCache(RequestLife):
     """
 
     def __init__(
-        self,
-        page_size: int,
-        allocator: PagedAllocator | None = None,
-        table: RequestTable | None = None,
-        eviction: str = "lru",
-        disable: bool = False,
-    ) -> None:
+        self, page_size: int, allocator: PagedAllocator | None = None, table: RequestTable | None = None,
+        eviction: str = "lru", disable: bool = False,
+    ) -> None:  # fmt: skip
         if page_size < 1:
             raise ArgumentError("page_size", page_size, "must be at least 1")
         if allocator is not None and allocator.page_size != page_size:
@@ -77,9 +73,8 @@ class RadixCache(RequestLife):
         self.page_size, self.allocator, self.table = page_size, allocator, table
         self.eviction, self.disable = eviction, disable
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
-        self._page_bytes = page_size * TOKEN_BYTES
-        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._no_slots: Slots = nothing.numpy() if self.device.type == "cpu" else nothing
+        self.page_bytes = page_size * TOKEN_BYTES
+        self._no_slots = torch.empty(0, dtype=torch.int64, device=self.device)
         self.recorders: list[Recorder] = []
         self._clear()
 
@@ -176,7 +171,7 @@ class RadixCache(RequestLife):
             parent = path[-1] if path else self.root
             leaf = Node(tokens[present:].tobytes(), new, parent, namespace, self.clock)
             leaf.priority = priority
-            parent.children[self.child_key(leaf)] = leaf
+            leaf.adopt(self.page_bytes)
             self.evictable_size += tokens.size - present
             self.stats.inserted += tokens.size - present
             self.queue.push(leaf)
@@ -188,12 +183,12 @@ class RadixCache(RequestLife):
 
     def _walk(self, tokens: np.ndarray, namespace: Hashable) -> tuple[list[Node], int, int]:
         """Nodes that agree with `tokens`, their common length, and how much of the last one when not all of it."""
-        width = self._page_bytes
+        width = self.page_bytes
         end = tokens.size // self.page_size * width
         path: list[Node] = []
         if not end:
             return path, 0, 0
-        view = memoryview(tokens).cast("B")  # type: ignore[arg-type]  # arrays are buffers
+        view = tokens.data.cast("B")
         page: Hashable = view[:width].tobytes()
         try:
             node = self.root.children.get(page if namespace is None else (typed(namespace), page))
@@ -227,23 +222,18 @@ class RadixCache(RequestLife):
         """
         above = node.parent
         assert above is not None
-        key = self.child_key(node)
         self.clock += 1
-        upper = Node(node.data[: length * TOKEN_BYTES], copied(node.stored[:length]), above, node.namespace, self.clock)
+        size = len(node.data) // TOKEN_BYTES
+        upper = Node(node.data[: length * TOKEN_BYTES], cut(node.stored, 0, length), above, node.namespace, self.clock)
         upper.lock_count, upper.hit_count, upper.priority = node.lock_count, node.hit_count, node.priority
         upper.last_use, upper.birth = node.last_use, node.birth
-        node.data, node.stored, node.parent = node.data[length * TOKEN_BYTES :], copied(node.stored[length:]), upper
-        above.children[key] = upper
-        upper.children[node.data[: self._page_bytes]] = node
+        node.data, node.stored, node.parent = node.data[length * TOKEN_BYTES :], cut(node.stored, length, size), upper
+        upper.adopt(self.page_bytes)
+        node.adopt(self.page_bytes)
         self.stats.splits += 1
         if self.recorders:
             self._emit("split", [node], length=length)
         return upper
-
-    def child_key(self, node: Node) -> Hashable:
-        """Under which key a node's parent has it: its first page, right below the root with its namespace."""
-        page = node.data[: self._page_bytes]
-        return (typed(node.namespace), page) if node.parent is self.root and node.namespace is not None else page
 
     def _touch(self, path: list[Node], known: int = 0) -> None:
         """One tick of the counter, and one use of every node that reaches beyond `known` tokens."""
@@ -266,11 +256,11 @@ class RadixCache(RequestLife):
         elif slots is None:
             first = self._fresh_page * self.page_size
             self._fresh_page += (stop - start) // self.page_size
-            return np.arange(first, first + stop - start)
+            return bytearray(np.arange(first, first + stop - start).data)
         if self.device.type != "cpu":
             return torch.as_tensor(slots)[start:stop].to(self.device, torch.int64, copy=True)
         part = slots[start:stop]
-        return np.array(part.detach().cpu().numpy() if isinstance(part, torch.Tensor) else part, np.int64)
+        return bytearray(as_tokens(part, "slots").data)
 
     # ---- lock and evict
 
@@ -330,8 +320,7 @@ class RadixCache(RequestLife):
         assert parent is not None
         if self.recorders:
             self._emit("evict", [leaf], tokens=leaf.key, length=len(leaf.key))
-        del parent.children[self.child_key(leaf)]
-        leaf.parent = None
+        leaf.leave(self.page_bytes)
         size = len(leaf.data) // TOKEN_BYTES
         self.evictable_size -= size
         self.stats.evicted += size

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plain_tree import dump
+from prefix_world import World
+
+from minikv.prefix import RadixCache
+from minikv.prefix.eviction import RANKS
+
+
+def facts(c: RadixCache) -> tuple:
+    """All there is to know of a tree."""
+    nodes = [(n.id, n.parent.id, n.last_use, n.birth, n.hit_count, n.priority) for n in c.nodes()]
+    return dump(c), nodes, c.clock, replace(c.stats), c.evictable_size, c.protected_size, c.root.lock_count
+
+
+def test_each_kind_of_event() -> None:
+    c = RadixCache(page_size=2)
+    with c.record() as recorder:
+        c.insert([1, 2, 3, 4], [2, 3, 4, 5], namespace="a", priority=2)
+        node = c.match_prefix([1, 2, 9], namespace="a").node
+        c.lock(node)
+        c.unlock(node)
+        c.evict(2)
+        c.reset()
+    c.insert([5, 6])  # no longer recorded
+    kinds = [e.kind for e in recorder.events]
+    assert kinds == ["insert", "split", "match", "lock", "unlock", "evict", "evict", "reset"]
+    insert, split, match, *_, evict, _, _ = recorder.events
+    assert (insert.tokens, insert.slots, insert.length, insert.namespace) == ((1, 2, 3, 4), (2, 3, 4, 5), 0, "a")
+    assert (split.node, split.length) == (insert.node, 2)
+    assert (match.node, match.length, match.tokens) == (node.id, 2, (1, 2, 9))
+    assert (evict.node, evict.tokens, evict.length) == (insert.node, (3, 4), 2)
+
+
+@pytest.mark.parametrize("policy", RANKS)
+def test_replayed_events_give_the_same_tree_at_every_step(policy: str) -> None:
+    w = World(pages=20, page_size=2, eviction=policy)
+    rng = np.random.default_rng(3)
+    w.run([1, 2, 1, 2, 0])  # recording starts on a tree that is not empty, with a lock held
+    held = w.start([1, 2, 1])
+    seen = []
+    with w.cache.record() as recorder:
+        for _ in range(40):
+            w.run(rng.integers(0, 3, rng.integers(1, 9)).tolist(), [None, "a", 1, True][rng.integers(4)])
+            seen.append((len(recorder.events), facts(w.cache)))
+        w.finish(held)
+        w.cache.evict(4)
+    assert {"insert", "split", "match", "lock", "unlock", "evict"} <= {e.kind for e in recorder.events}
+    frames = recorder.frames
+    assert len(frames) == len(recorder.events) + 1
+    assert frames[0].event is None
+    assert [f.event for f in frames[1:]] == recorder.events
+    for count, then in seen:
+        assert facts(frames[count].tree) == then
+    assert facts(recorder.replay()) == facts(w.cache)
+    for frame in frames:
+        frame.tree.check()
+
+
+def test_replaying_records_the_same_events() -> None:
+    c = RadixCache(page_size=1)
+    with c.record() as first, c.record() as same:
+        c.insert([1, 2, 3])
+        c.insert([1, 2, 4])
+    assert first.events == same.events
+    replayed = first.replay()
+    assert [n.slots.tolist() for n in replayed.nodes()] == [n.slots.tolist() for n in c.nodes()]
