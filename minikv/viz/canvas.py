@@ -270,7 +270,7 @@ class Canvas:
         used, seen = set(self.used), dict(self.seen)
         for kind in shown:
             words = LEGEND[kind]
-            length = 32 + 6.6 * len(words) + 14
+            length = 32 + 6.3 * len(words) + 10
             room(length)
             self.add(f'<g data-legend="{kind}">')
             if kind == "page":
@@ -287,7 +287,7 @@ class Canvas:
             self.add("</g>")
             x += length
         for who in sorted(seen.values(), key=lambda r: (len(r.letter), r.letter)):
-            length = 26 + 6.6 * (8 + len(who.letter)) + 14
+            length = 26 + 6.3 * (8 + len(who.letter)) + 10
             room(length)
             self.badge(x + 10, y - 2, who)
             self.text(x + 25, y + 2.5, f"request {who.letter}", size=11.5, fill=MUTED)

@@ -73,7 +73,7 @@ class Inspector:
             for name, value in zip(
                 rows,
                 (
-                    at.get(id(item.parent), -1), style.shorten(style.token_text(text), SNIPPET),
+                    at.get(id(item.parent), -1), style.shorten(style.token_text(text[: 2 * SNIPPET]), SNIPPET),
                     text.lower()[:SEARCHED],
                     item.tokens, " ".join(map(str, pages[:8])) + more, item.locks, item.hits,
                     item.last_use,

@@ -31,18 +31,19 @@ class Page:
 
 
 def read(allocator: Any, requests: Any = None, cache: Any = None, table: Any = None, decode: Any = None) -> list[Page]:
-    """All pages of `allocator` but page 0, with what is known about each of their slots."""
-    size, text = allocator.page_size, Texts(decode)
+    """All pages of `allocator` but page 0, with what is known about each of their slots (not in a large pool)."""
+    size, text, detail = allocator.page_size, Texts(decode), _detailed(allocator)
     unknown = "plain" if requests is None and cache is None else "empty"
-    pages = [Page(n, cells=[("", unknown, None)] * size) for n in range(allocator.num_pages + 1)]
+    pages = [Page(n, cells=[("", unknown, None)] * (size * detail)) for n in range(allocator.num_pages + 1)]
     for order, n in enumerate(ints(allocator.free_pages)):
         pages[n].free_at = order
-        pages[n].cells = [("", "free", None)] * size
+        pages[n].cells = [("", "free", None)] * (size * detail)
     for node in cache.nodes() if cache is not None else ():
         for token, slot in zip(ints(node.key), ints(node.slots), strict=False):
             page = pages[slot // size]
             page.cached, page.locks = True, max(page.locks, node.lock_count)
-            page.cells[slot % size] = (text(token), "plain", None)
+            if detail:
+                page.cells[slot % size] = (text(token), "plain", None)
     for one in holders(requests, table):
         for i, slot in enumerate(one.slots):
             page = pages[slot // size]
@@ -50,6 +51,8 @@ def read(allocator: Any, requests: Any = None, cache: Any = None, table: Any = N
                 continue
             if one.letter not in page.letters:
                 page.letters.append(one.letter)
+            if not detail:
+                continue
             shown, kind, who = page.cells[slot % size]
             shown = text(one.tokens[i]) if i < len(one.tokens) else shown
             if i >= one.reused and kind != "computed":
@@ -58,6 +61,11 @@ def read(allocator: Any, requests: Any = None, cache: Any = None, table: Any = N
                 kind, who = "reused", one.look
             page.cells[slot % size] = (shown, kind, who)
     return pages[1:]
+
+
+def _detailed(allocator: Any) -> bool:
+    """Whether each slot can be drawn."""
+    return allocator.num_pages < DETAIL_PAGES and allocator.page_size <= DETAIL_SLOTS
 
 
 def draw(
@@ -92,7 +100,7 @@ def draw(
     facts += f", {cached} of the held ones in the cache" if cached else ""
     desc = f"Physical memory as {facts}."
     canvas = Canvas(title, desc, subtitle=f"{facts} · page 0 takes the writes of padding and is never handed out")
-    if len(pages) < DETAIL_PAGES and allocator.page_size <= DETAIL_SLOTS:
+    if _detailed(allocator):
         place(canvas, pages, canvas.top)
     else:
         _small(canvas, pages)
@@ -120,7 +128,8 @@ def page_table(
     """
     found = {h.letter: h for h in holders(requests, table)}
     one = found[who or next(iter(found))]
-    size, pages = allocator.page_size, read(allocator, requests, cache, table, decode)
+    size = allocator.page_size
+    pages = read(allocator, requests, cache, table, decode)
     title = title or f"Page table of request {one.letter}"
     blocks = [one.slots[i : i + size] for i in range(0, len(one.slots), size)]
     numbers = [block[0] // size for block in blocks]

@@ -12,7 +12,7 @@ show SVG as an image, which cannot see the page's colours.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,27 +143,28 @@ def token_text(text: object) -> str:
 
 def columns(text: str) -> int:
     """Terminal columns that `text` takes: two for CJK and emoji, none for combining marks."""
-    if text.isascii():
-        return len(text)
-    joined = zip(" " + text, text, strict=False)
-    return sum(0 if unicodedata.combining(c) or c in "\u200d\ufe0f" or p == "\u200d" else _wide(c) for p, c in joined)
+    return len(text) if text.isascii() else sum(_widths(text))
 
 
-def _wide(char: str) -> int:
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+def _widths(text: str) -> Iterator[int]:
+    """Columns of each character; what joins another character takes none."""
+    before = " "
+    for char in text:
+        joined = char in "\u200d\ufe0f" or before == "\u200d" or unicodedata.combining(char)
+        yield 0 if joined else 2 if unicodedata.east_asian_width(char) in "WF" else 1
+        before = char
 
 
 def shorten(text: str, limit: int) -> str:
     """`text` cut to at most `limit` terminal columns, the cut marked by an ellipsis; marks stay with their letters."""
-    if columns(text) <= limit:
-        return text
-    kept, used = "", 0
-    for i, char in enumerate(text):
-        step = columns(text[: i + 1]) - columns(text[:i])
-        if used + step > limit - 1:
-            break
-        kept, used = kept + char, used + step
-    return kept.rstrip("\u200d") + "…"
+    used, end = 0, 0
+    for at, width in enumerate(_widths(text)):
+        used += width
+        if used <= limit - 1:
+            end = at + 1
+        if used > limit:
+            return text[:end].rstrip("\u200d") + "…"
+    return text
 
 
 def pad(text: object, width: int) -> str:

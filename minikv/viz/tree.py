@@ -57,7 +57,7 @@ def draw(
     cache
         A ``RadixCache``, or any object with ``nodes()`` and ``page_size``.
     decode
-        Tokenizer, function of a list of ids, or texts by id; without it tokens show their numbers.
+        Tokenizer, function of a list of ids, or texts by id; the cache's own `decode` if it has one, else numbers.
     requests
         Objects with a ``node``, as a list or a dict by letter; their letters stand on the nodes they use.
     colour_by
@@ -78,6 +78,7 @@ def draw(
     """
     if colour_by not in (None, "recency", "hits", "owner"):
         raise ArgumentError("colour_by", colour_by, 'is one of "recency", "hits", "owner", or None')
+    decode = getattr(cache, "decode", None) if decode is None else decode
     roots = read(cache, requests)
     whole = [item for root in roots for item in walk(root) if item.node is not None]
     kept = fold(roots, max_nodes, max_siblings)

@@ -91,6 +91,14 @@ def test_the_page_table_has_an_arrow_per_block(running, look) -> None:
     assert drawing.svg.count("h8l-4 7z") == 4  # arrow heads
 
 
+def test_the_page_table_in_a_large_pool_shows_its_own_pages(look) -> None:
+    allocator = PagedAllocator(16 * 200, 16, device="cpu")
+    slots = allocator.alloc(48)
+    seen = look(pages.page_table(allocator, {"A": slots.tolist()[:40]}))
+    assert seen.marks("page") == {"1": 1, "2": 1, "3": 1}
+    assert seen.marks("token") == {"computed": 40}
+
+
 # ---------------------------------------------------------------------------------------- request table, block table
 
 

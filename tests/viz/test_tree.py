@@ -83,6 +83,13 @@ def test_a_cache_draws_itself_without_html(running) -> None:
     assert "4 nodes, 20 tokens" in bundle["text/plain"]
 
 
+def test_a_cache_may_bring_its_own_texts() -> None:
+    cache = RadixCache(2)
+    cache.insert([1, 2])
+    cache.decode = example.decode  # type: ignore[attr-defined]
+    assert "[You·are]" in cache._repr_mimebundle_()["text/plain"]
+
+
 def test_in_a_terminal_it_is_text(running) -> None:
     code = (
         "from minikv.prefix import RadixCache\nfrom minikv.viz import tree\n"
