@@ -157,8 +157,8 @@ def launch(
     if num_splits > 1:
         target = torch.empty((num_splits, tokens, q_heads, d_v), dtype=torch.float32, device=q.device)
         target_lse = torch.empty((num_splits, tokens, q_heads), dtype=torch.float32, device=q.device)
-    k_desc, v_desc = new_descriptors(k, v, tiles.block_n) if tiles.descriptors else (None, None)
     block_d, block_tail = head_blocks(d)
+    k_desc, v_desc = new_descriptors(k, v, tiles.block_n, block_d) if tiles.descriptors else (None, None)
     block_dv = max(16, power_of_two(d_v))
     extend_kernel[(q_heads, places * num_splits, layers)](
         q, k, v, k_cache, v_cache, target, target_lse, k_desc, v_desc,
@@ -186,22 +186,24 @@ def launch(
     return o if lse is None else (o, lse)
 
 
-def new_descriptors(k: Tensor, v: Tensor, block_n: int) -> tuple[Any, Any]:
+def new_descriptors(k: Tensor, v: Tensor, block_n: int, block_d: int) -> tuple[Any, Any]:
     """Tensor descriptors of the new keys and values, from which Hopper's copy engine loads whole tiles; else Nones.
 
-    A tile of the descriptor is `block_n` tokens of one head: the head size must be a power of two, heads adjacent, and
-    every row aligned to 16 bytes.
+    A tile is `block_n` tokens by the first `block_d` columns of one head (a tail block goes through pointers): values
+    need a power of two of them, heads must be adjacent and every row aligned to 16 bytes.
     """
+    d_v = v.shape[2]
     for x in (k, v):
-        d, item = x.shape[2], x.element_size()
-        if d != power_of_two(d) or d > 256 or x.stride(1) != d or x.data_ptr() % 16 or x.stride(0) * item % 16:
+        if x.stride(1) != x.shape[2] or x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
             return None, None
+    if d_v != power_of_two(d_v) or max(block_d, d_v) > 256 or k.shape[2] < block_d:
+        return None, None
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    shape = [[x.shape[0], x.shape[1] * x.shape[2]] for x in (k, v)]
-    return tuple(
-        TensorDescriptor(x, size, [x.stride(0), 1], [block_n, x.shape[2]])
-        for x, size in zip((k, v), shape, strict=True)
+    k_shape, v_shape = ([x.shape[0], x.shape[1] * x.shape[2]] for x in (k, v))
+    return (
+        TensorDescriptor(k, k_shape, [k.stride(0), 1], [block_n, block_d]),
+        TensorDescriptor(v, v_shape, [v.stride(0), 1], [block_n, d_v]),
     )
 
 
@@ -299,12 +301,12 @@ def extend_kernel(
         acc, m_i, l_i = attend(
             acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows,
             0, 0, 0, prefix, 0, first + head_tiles, 0, 0, middle, window, scale * k_scale, cap,
-            stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP,
+            stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, False, CAP,
         )  # fmt: skip
     acc, m_i, l_i = attend(
         acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows,
         0, 0, 0, high, 0, first, head_tiles, middle, masked, window, scale * k_scale, cap,
-        stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 1 + MASK // 2, False, WINDOW, CAP,
+        stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 1 + MASK // 2, False, WINDOW, False, CAP,
     )  # fmt: skip
     acc = acc * v_scale
 
@@ -330,12 +332,13 @@ def extend_kernel(
         acc, m_i, l_i = attend(
             acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, k_desc, v_desc, head // group, None, mask_rows,
             base, prefix, prefix, prefix + new, 0, first + head_tiles, 0, 0, middle, window, scale, cap,
-            stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP,
+            stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, False, CAP,
         )  # fmt: skip
     acc, m_i, l_i = attend(
         acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, None, None, 0, None, mask_rows,
         base, prefix, prefix, prefix + high, 0, first, head_tiles, middle, masked, window, scale, cap,
-        stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 1 + (MASK + 1) // 2, CAUSAL, WINDOW, CAP,
+        stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV,
+        1 + (MASK + 1) // 2, CAUSAL, WINDOW, False, CAP,
     )  # fmt: skip
 
     sink = None

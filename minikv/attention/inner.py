@@ -57,16 +57,22 @@ def capped(qk, scale, cap, CAP: tl.constexpr):
 
 
 @triton.jit
-def visible(q_pos, kv_pos, kv_end, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Which keys [N] each query [M] may see: before `kv_end`, not after itself, at most `window` behind itself.
+def visible(
+    q_pos, kv_pos, kv_begin, kv_end, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BEGIN: tl.constexpr
+):  # fmt: skip
+    """Which keys [N] each query [M] may see: in [kv_begin, kv_end), not after itself, at most `window` behind itself.
 
-    Returns bool [M, N], or [1, N] when all rows see the same keys.
+    Bounds are joined per row first, so that a score costs one comparison, or two. Returns bool [M, N], or [1, N] when
+    all rows see the same keys. Without BEGIN (or a window) no key lies before `kv_begin`.
     """
-    seen = kv_pos[None, :] < kv_end
     if CAUSAL:
-        seen = seen & (kv_pos[None, :] <= q_pos[:, None])
+        seen = kv_pos[None, :] <= tl.minimum(q_pos, kv_end - 1)[:, None]
+    else:
+        seen = kv_pos[None, :] < kv_end
     if WINDOW:
-        seen = seen & (q_pos[:, None] - kv_pos[None, :] <= window)
+        seen = seen & (kv_pos[None, :] >= tl.maximum(q_pos - window, kv_begin)[:, None])
+    elif BEGIN:
+        seen = seen & (kv_pos[None, :] >= kv_begin)
     return seen
 
 
@@ -77,18 +83,18 @@ def online_softmax(x, factor, seen, m_i, l_i):
     Parameters: x fp32 [M, N]; factor fp32 [M], not negative (the maximum is taken before multiplying; with a negative
     scale negate q, which is exact); seen bool [M, N], or None for a tile that every row sees whole; m_i, l_i fp32 [M].
     Returns p [M, N] (unnormalised), alpha [M] (what the accumulator is to be multiplied by), m_i, l_i.
-    A row that has seen no key yet keeps ``m_i = -inf, l_i = 0`` exactly, whatever its masked scores hold, NaN included;
-    and a tile gives the same bits with `seen` all True as without (hence the explicit fused multiply-add in both).
+    A row that has seen no key yet keeps ``m_i = -inf, l_i = 0`` exactly, whatever its masked scores hold, NaN included.
     """
     if seen is None:
         m_new = tl.maximum(m_i, tl.max(x, 1) * factor)
         alpha = tl.exp2(m_i - m_new)
         p = tl.exp2(tl.fma(x, factor[:, None], -m_new[:, None]))
     else:
-        m_new = tl.maximum(m_i, tl.max(tl.where(seen, x * factor[:, None], float("-inf")), 1))
+        s = tl.where(seen, x * factor[:, None], float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - m_ref)
-        p = tl.where(seen, tl.exp2(tl.fma(x, factor[:, None], -m_ref[:, None])), 0.0)
+        p = tl.exp2(s - m_ref[:, None])
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
 
 
@@ -181,7 +187,7 @@ def attend(
     base, origin, kv_begin, kv_end, mask_from, first, head_tiles, gap, num_tiles, window, scale, cap,
     stride_k: tl.constexpr, stride_v: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BEGIN: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Let one tile of queries see `num_tiles` tiles of keys: ``acc, m_i, l_i`` after them.
 
@@ -214,8 +220,10 @@ def attend(
                 next_row = tl.load(slots_ptr + next_row).to(tl.int32)
         seen, live, live_v = None, None, None
         if MASKED > 0:
-            live = (kv_pos >= kv_begin) & (kv_pos < kv_end)
-            seen = visible(q_pos, kv_pos, kv_end, window, CAUSAL, WINDOW) & (kv_pos[None, :] >= kv_begin)
+            live = kv_pos < kv_end
+            if BEGIN:
+                live = live & (kv_pos >= kv_begin)
+            seen = visible(q_pos, kv_pos, kv_begin, kv_end, window, CAUSAL, WINDOW, BEGIN)
             live_v = live
             if WINDOW:
                 live_v = live_v & (kv_pos >= tl.min(q_pos, 0) - window)
@@ -224,23 +232,19 @@ def attend(
                 allowed = tl.load(mask_rows[:, None] + kv_pos[None, :], mask=read[None, :], other=1) != 0
                 seen = seen & allowed
                 live_v = live_v & (tl.max(seen.to(tl.int32), 0) > 0)
+        # A masked key has weight 0, but 0 * NaN is NaN: values that nobody here sees are replaced by 0 as they load.
         at = row.to(tl.uint32).to(tl.int64)
-        desc_row = base + origin + (first + i) * BLOCK_N
         if k_desc is None:
             k = load_rows(k_ptr, at * stride_k, columns, live, D, BLOCK_D).to(q.dtype)
+            v = load_rows(v_ptr, at * stride_v, v_columns, live_v, DV, BLOCK_DV).to(q.dtype)
         else:
-            k = k_desc.load([desc_row, desc_column * D])
+            k = k_desc.load([base + origin + (first + i) * BLOCK_N, desc_column * D])
+            v = v_desc.load([base + origin + (first + i) * BLOCK_N, desc_column * DV])
         qk = tl.dot(q, k.T, input_precision="ieee")
         if BLOCK_TAIL > 0:
             k_tail = load_rows(k_ptr, at * stride_k, tail_columns, live, D, BLOCK_D + BLOCK_TAIL).to(q.dtype)
             qk = tl.dot(q_tail, k_tail.T, qk, input_precision="ieee")
-        x = capped(qk, scale, cap, CAP)
-        p, alpha, m_i, l_i = online_softmax(x, factor, seen, m_i, l_i)
-        # A masked key has weight 0, but 0 * NaN is NaN: values that nobody here sees are replaced by 0 as they load.
-        if v_desc is None:
-            v = load_rows(v_ptr, at * stride_v, v_columns, live_v, DV, BLOCK_DV).to(q.dtype)
-        else:
-            v = v_desc.load([desc_row, desc_column * DV])
+        p, alpha, m_i, l_i = online_softmax(capped(qk, scale, cap, CAP), factor, seen, m_i, l_i)
         acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
         kv_pos = next_pos
         row = next_row

@@ -197,24 +197,20 @@ def unified_kernel(
     if WINDOW:
         low = tl.maximum(low, tile * BLOCK_M - window)
         full_low = tl.maximum(full_low, (tile + 1) * BLOCK_M - 1 - window)
-    mask_from = start
-    if MASK == 1:
-        full_high = q_first
-        mask_from = q_first
-    if MASK == 2:
-        full_high = 0
-    full_high = tl.where(scale < 0, 0, full_high)
+    mask_from = q_first if MASK == 1 else start
+    full_high = tl.where((scale < 0) | (MASK > 0), 0, full_high)
     first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
-    if MASK < 2:
+    if MASK == 0:
         acc, m_i, l_i = attend(
             acc, m_i, l_i, q_tile, q_tail, q_pos, factor, k, v, None, None, 0, slots, mask_rows,
             -start, 0, start, high, 0, first + head_tiles, 0, 0, middle, window, scale, cap,
-            stride_k, stride_v, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, CAP,
+            stride_k, stride_v, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, False, CAP,
         )  # fmt: skip
     acc, m_i, l_i = attend(
         acc, m_i, l_i, q_tile, q_tail, q_pos, factor, k, v, None, None, 0, slots, mask_rows,
         -start, 0, start, high, mask_from, first, head_tiles, middle, masked, window, scale, cap,
-        stride_k, stride_v, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 1 + (MASK + 1) // 2, CAUSAL, WINDOW, CAP,
+        stride_k, stride_v, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV,
+        1 + (MASK + 1) // 2, CAUSAL, WINDOW, window_start is not None, CAP,
     )  # fmt: skip
     sink = None
     if sinks is not None:
