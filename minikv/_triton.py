@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,22 +32,26 @@ class _MissingKernel:
         )
 
 
-triton: Any
-tl: Any
-try:
-    import triton
+triton: Any  # a kernel's launch takes options that its signature does not show, so its type says nothing
+if TYPE_CHECKING:
     import triton.language as tl
 
     HAVE_TRITON = True
-except ImportError:
+else:
+    try:
+        import triton
+        import triton.language as tl
 
-    def _jit(fn: Any = None, **_: Any) -> Any:
-        return _MissingKernel(fn) if fn is not None else _MissingKernel
+        HAVE_TRITON = True
+    except ImportError:
 
-    triton = SimpleNamespace(
-        jit=_jit, cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length()
-    )
-    tl = SimpleNamespace(constexpr=object, constexpr_function=lambda fn: fn)
-    HAVE_TRITON = False
+        def _jit(fn: Any = None, **_: Any) -> Any:
+            return _MissingKernel(fn) if fn is not None else _MissingKernel
+
+        triton = SimpleNamespace(
+            jit=_jit, cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << max(n - 1, 0).bit_length()
+        )
+        tl = SimpleNamespace(constexpr=object, constexpr_function=lambda fn: fn)
+        HAVE_TRITON = False
 
 INTERPRETED = HAVE_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"

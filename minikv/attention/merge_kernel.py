@@ -36,7 +36,7 @@ def merge_kernel(
     not listed, or have ``w_s = -inf`` and ``o_s = 0``.
     """
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # type: ignore
     head = tl.program_id(0)
     entry = tl.program_id(1)
     if merges is None:

@@ -68,7 +68,7 @@ def _converted(x, scale, dtype: tl.constexpr, SCALED: tl.constexpr, SATURATE: tl
         x = x.to(tl.float32)
         x = tl.where(x > 448.0, 448.0, x)  # comparisons, unlike min and max, let NaN through
         x = tl.where(x < -448.0, -448.0, x)
-    return x.to(dtype)
+    return x.to(dtype)  # type: ignore
 
 
 @triton.jit(
