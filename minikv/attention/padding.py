@@ -35,7 +35,7 @@ class Rectangle:
     shape
         (n, N).
     rows
-        Which rows of q: a slice, or int64 [n * N] where padding repeats a row.
+        Which rows of q: a slice, or int64 [n * N]; padding repeats a row.
     real
         Which of the n * N are not padding, int64; None for all.
     slots
@@ -181,20 +181,25 @@ def _blocks(
 
 def _pad(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectangle:
     """One rectangle from blocks of like size."""
-    device, n, first = kv_indices.device, len(blocks), blocks[0]
+    device, n = kv_indices.device, len(blocks)
+    N, L, M = max(b.rows for b in blocks), max(b.listed for b in blocks), max(b.new for b in blocks)
+    even = all(b.rows == N for b in blocks)
+    plain, window = opts.custom_mask is None, opts.sliding_window
+    q_at, l_at, m_at = (torch.arange(size, device=device) for size in (N, L, M))
+    rows = _places([b.row for b in blocks], [b.rows for b in blocks], q_at)
+    new = _places([b.new_at for b in blocks], [b.new for b in blocks], m_at) if M else None
+    slots = None
+    if L:
+        listed = _places([b.listed_at for b in blocks], [b.listed for b in blocks], l_at)
+        slots = _run(kv_indices[listed])
+    if plain and opts.xai_temperature_len < 0 and N == 1 and all(b.keys == L + M for b in blocks):
+        return Rectangle((n, N), rows, None, slots, new)  # what most decode steps are: all see all their keys
+
     table = torch.tensor(blocks, device=device)  # int64 [n, 13]
     column = dict(zip(Block._fields, table.T[..., None], strict=True))  # each [n, 1]
-    N, L, M = (max(getattr(b, name) for b in blocks) for name in ("rows", "listed", "new"))
-    q_at, l_at, m_at = (torch.arange(size, device=device) for size in (N, L, M))
-
-    real = None if all(b.rows == N for b in blocks) else (q_at < column["rows"]).flatten().nonzero().flatten()
-    rows = _places(column["row"], column["rows"], q_at)
-    new = _places(column["new_at"], column["new"], m_at) if M else None
-    slots = _run(kv_indices[_places(column["listed_at"], column["listed"], l_at)]) if L else None
-
+    real = None if even else (q_at < column["rows"]).flatten().nonzero().flatten()
     q_pos = column["pos"] + q_at  # [n, N]
     temperature = None if opts.xai_temperature_len < 0 else _temperature(q_pos, column["request"], opts)
-    window, plain = opts.sliding_window, opts.custom_mask is None
     if (
         plain
         and opts.causal
@@ -221,22 +226,26 @@ def _pad(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectangle:
         seen = seen & (distance <= window)
     if not plain:
         hidden, dead = ~seen.any(1)[:, :, None, None], ~seen.any(2)
-    mask = None if first.rows == N and bool(seen.all()) else seen[:, None].expand(n, 1, N, L + M)
+    mask = None if even and bool(seen.all()) else seen[:, None].expand(n, 1, N, L + M)
     return Rectangle((n, N), rows, real, slots, new, mask, False, hidden, dead, temperature)
 
 
-def _places(start: Tensor, count: Tensor, at: Tensor) -> slice | Tensor:
-    """``start[i] .. start[i] + count[i]`` padded to the length of `at`; a slice where they follow each other."""
-    return _run((start + torch.minimum(at, count - 1)).flatten())
+def _places(start: list[int], count: list[int], at: Tensor) -> slice | Tensor:
+    """``start[i] .. start[i] + count[i]``, all padded to the length of `at`; a slice where they follow each other."""
+    n, longest = len(start), at.shape[0]
+    if all(c == longest for c in count) and all(s == start[0] + i * longest for i, s in enumerate(start)):
+        return slice(start[0], start[0] + n * longest)
+    begin, size = torch.tensor((start, count), device=at.device)[..., None]
+    return (begin + torch.minimum(at, size - 1)).flatten()
 
 
-def _run(places: Tensor) -> slice | Tensor:
-    """The same places as a slice when they count up by one."""
-    if places.device.type == "cpu" and int(places[-1]) - int(places[0]) == places.shape[0] - 1:
-        start = int(places[0])
-        if torch.equal(places, torch.arange(start, start + places.shape[0], dtype=places.dtype)):
-            return slice(start, start + places.shape[0])
-    return places
+def _run(slots: Tensor) -> slice | Tensor:
+    """The same slots as a slice when they count up by one, which needs no copy (looked for on the CPU only)."""
+    if slots.device.type == "cpu":
+        first, count = int(slots[0]), slots.shape[0]
+        if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):
+            return slice(first, first + count)
+    return slots
 
 
 def _temperature(q_pos: Tensor, request: Tensor, opts: Options) -> Tensor:

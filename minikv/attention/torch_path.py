@@ -8,12 +8,17 @@ the path.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.attention.options import Options
-from minikv.attention.padding import Rectangle, rectangles
+from minikv.attention.padding import KV_BYTES, Rectangle, rectangles
+
+SMALL_BYTES = 1 << 17
+_workspace = threading.local()
 
 
 def extend(
@@ -135,9 +140,9 @@ def _attend(
     if exact and not scores_needed and part.temperature is None and scale > 0:
         wide = q.dtype
 
-    k = _gather(part, k_cache, k_new, opts.k_scale, wide)  # [n, T, kv_heads, d_qk]
+    k = _gather("k", part, k_cache, k_new, opts.k_scale, wide)  # [n, T, kv_heads, d_qk]
     same_rows = v_cache.data_ptr() == k_cache.data_ptr() and v_new is None and opts.k_scale == opts.v_scale
-    v = k[..., : v_cache.shape[2]] if same_rows else _gather(part, v_cache, v_new, opts.v_scale, wide)
+    v = k[..., : v_cache.shape[2]] if same_rows else _gather("v", part, v_cache, v_new, opts.v_scale, wide)
     if part.hidden is not None:
         k, v = k.masked_fill(part.hidden, 0), v.masked_fill(part.hidden, 0)
     rows = q[part.rows].to(wide).view(n, N, q_heads, -1)
@@ -146,13 +151,14 @@ def _attend(
     if part.temperature is not None and not opts.logit_cap:
         rows = rows * part.temperature[:, :, None, None]
 
-    rows, k, v = rows.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before tokens
-    lse = None
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # heads before tokens
+    if N == 1 and not scores_needed and part.dead is None:  # heads that share a KV head are one block of queries
+        rows = rows.view(n, k.shape[1], -1, q.shape[2])
+        out = F.scaled_dot_product_attention(rows, k, v, part.mask, scale=scale)
+        return out.reshape(n, q_heads, -1).to(q.dtype), None
+    rows, lse = rows.transpose(1, 2), None
     if scores_needed:
         out, lse = _with_scores(part, rows, k, v, scale, opts)
-    elif N == 1:  # the heads that share a KV head are one block of queries
-        grouped = rows.view(n, k.shape[1], -1, rows.shape[3])
-        out = F.scaled_dot_product_attention(grouped, k, v, part.mask, scale=scale).reshape(n, q_heads, 1, -1)
     else:
         out = F.scaled_dot_product_attention(
             rows, k, v, part.mask, is_causal=part.triangle, scale=scale, enable_gqa=q_heads != k.shape[1]
@@ -163,16 +169,32 @@ def _attend(
     return out.reshape(n * N, q_heads, -1).to(q.dtype), lse
 
 
-def _gather(part: Rectangle, cache: Tensor, new: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+def _gather(name: str, part: Rectangle, cache: Tensor, new: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
     """Keys (or values) of one rectangle [n, T, kv_heads, d]: from the pool, then the new ones."""
     n, pieces = part.shape[0], []
     if part.slots is not None:
-        old = cache[part.slots] if isinstance(part.slots, slice) else cache.index_select(0, part.slots)
+        old = cache[part.slots] if isinstance(part.slots, slice) else _select(name, cache, part.slots)
         old = old.to(dtype)
-        pieces.append((old if scale == 1.0 else old * scale).unflatten(0, (n, -1)))
+        pieces.append((old if scale == 1.0 else old * scale).view(n, -1, *cache.shape[1:]))
     if part.new is not None and new is not None:
         pieces.append(new[part.new].to(dtype).unflatten(0, (n, -1)))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _select(name: str, cache: Tensor, slots: Tensor) -> Tensor:
+    """``cache[slots]``; on the CPU in memory that this thread keeps, valid until the next call with this name.
+
+    Fresh memory can cost more than the copy: for large blocks malloc asks the system for new pages every time.
+    """
+    size = slots.shape[0] * cache.shape[1] * cache.shape[2]
+    if cache.device.type != "cpu" or not SMALL_BYTES < size * cache.element_size() <= KV_BYTES:
+        return cache.index_select(0, slots)
+    key = f"{name} {cache.dtype}"
+    if key not in vars(_workspace):
+        with torch.inference_mode(False):
+            setattr(_workspace, key, torch.empty(KV_BYTES // cache.element_size(), dtype=cache.dtype))
+    out = getattr(_workspace, key)[:size].view(-1, *cache.shape[1:])
+    return torch.index_select(cache, 0, slots, out=out)
 
 
 def _with_scores(
