@@ -66,7 +66,7 @@ xai_temperature_len, xai_temperature_rule, page_size, max_extend_len, return_lse
     --------
     A request with 3 cached tokens in slots 2, 5, 6 and 2 new ones in slots 7 and 1. Scale 0 makes all weights equal.
 
-    >>> q, pool = torch.zeros(2, 1, 16), torch.arange(8.0)[:, None, None].expand(8, 1, 16)
+    >>> q, pool = torch.zeros(2, 1, 16), torch.arange(8.0)[:, None, None].repeat(1, 1, 16)
     >>> lists = torch.tensor([0, 2]), torch.tensor([0, 5]), torch.tensor([2, 5, 6, 7, 1]), torch.tensor([3])
     >>> extend_attention_unified(q, pool, pool, *lists)[:, 0, 0].tolist()
     [5.0, 4.2...]
