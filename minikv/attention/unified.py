@@ -169,6 +169,7 @@ def unified_kernel(
     q_pos = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = q_pos - q_first
     live = (rows >= 0) & (rows < new)
+    q_pos = tl.maximum(q_pos, q_first)  # rows before P ask for no key that the first query does not see
     mask_rows = rows
     if MASK > 0:
         mask_start = tl.load(mask_indptr + request).to(tl.int64) - start
