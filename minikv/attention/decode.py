@@ -10,6 +10,7 @@ from minikv.attention import options
 from minikv.attention.inner import (
     capped,
     head_columns,
+    load_rows,
     log_sum_exp,
     normaliser,
     online_softmax,
@@ -97,7 +98,7 @@ def decode_attention(
     --------
     Two requests of 3 and 1 tokens. Scale 0 makes all weights equal, so the results are means.
 
-    >>> pool = torch.arange(8.0)[:, None, None].expand(8, 1, 16)
+    >>> pool = torch.arange(8.0)[:, None, None].repeat(1, 1, 16)
     >>> indptr, indices = torch.tensor([0, 3, 4]), torch.tensor([4, 5, 6, 2])
     >>> o = decode_attention(torch.zeros(2, 1, 16), pool, pool, indptr, indices, sm_scale=0.0)
     >>> o[:, 0, 0].tolist()
@@ -193,8 +194,9 @@ def launch(
         opts.sm_scale * opts.k_scale,
         opts.v_scale,
         opts.logit_cap,
-        *(q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1)),
-        *(o.stride(0), o.stride(1)),
+        *(q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1), o.stride(0), o.stride(1)),
+        STRIDE_K=k_cache.stride(0),
+        STRIDE_V=v_cache.stride(0),
         D=d,
         DV=d_v,
         BLOCK_H=tiles.block_h,
@@ -258,12 +260,12 @@ def decode_kernel(
     cap,
     stride_qb,
     stride_qh,
-    stride_kc,
     stride_kch,
-    stride_vc,
     stride_vch,
     stride_ob,
     stride_oh,
+    STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -291,28 +293,29 @@ def decode_kernel(
 
     A whole request is written to `out`; a part goes, normalised, to its row of `partial` with the log-sum-exp that
     `merge_kernel` weighs it by. Without `items`, program i takes part ``i % num_splits`` of request ``i // num_splits``
-    (see ``part_size``). The slots of a tile are loaded one tile ahead, so that the loads of K and V, which depend on them, can be issued
-    early. The grid runs over KV heads fastest: programs that read neighbouring bytes of the same slots run together.
+    (see ``part_size``). The slots of a tile are loaded one tile ahead, so that the loads of K and V, which depend on
+    them, can be issued early. The grid runs over KV heads fastest: programs that read neighbouring bytes of the same
+    slots run together.
     """
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_wait()  # type: ignore
     item = tl.program_id(1)
     if items is None:
         request = item // num_splits
         low = item % num_splits  # the part's number, for now
         high = 0
-        row = item
+        place = item
     else:
         request = tl.load(items + item * 4)
         low = tl.load(items + item * 4 + 1)
         high = tl.load(items + item * 4 + 2)
-        row = tl.load(items + item * 4 + 3)
+        place = tl.load(items + item * 4 + 3)
     kv_start = tl.load(kv_indptr + tl.maximum(request, 0)).to(tl.int64)
     length = (tl.load(kv_indptr + tl.maximum(request, 0) + 1) - kv_start).to(tl.int32)
     if items is None:
         size = part_size(length, num_splits, BLOCK_N)
         idle = (low > 0) & (low * size >= length)
-        row = tl.where(length > size, row, -1)
+        place = tl.where(length > size, place, -1)
         low = low * size
         high = low + size
     else:
@@ -321,8 +324,10 @@ def decode_kernel(
         return
     high = tl.minimum(high, length)
     position = length - 1
+    seen_from = low
     if WINDOW:
-        low = tl.maximum(low, tl.maximum(position - window, 0) // BLOCK_N * BLOCK_N)
+        seen_from = tl.maximum(low, position - window)
+        low = seen_from // BLOCK_N * BLOCK_N
 
     blocks = (group + BLOCK_H - 1) // BLOCK_H
     kv_head = tl.program_id(0) // blocks
@@ -331,9 +336,9 @@ def decode_kernel(
     live_heads = member < group
     columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
     q_rows = request.to(tl.int64) * stride_qb + heads * stride_qh
-    q_tile = tile_of(q, q_rows, columns, live_heads, D, BLOCK_D)
+    q_tile = load_rows(q, q_rows, columns, live_heads, D, BLOCK_D)
     if BLOCK_TAIL > 0:
-        q_tail = tile_of(q, q_rows, tail_columns, live_heads, D, BLOCK_D + BLOCK_TAIL)
+        q_tail = load_rows(q, q_rows, tail_columns, live_heads, D, BLOCK_D + BLOCK_TAIL)
     q_pos = tl.zeros([BLOCK_H], tl.int32) + position
     if window_start is not None:
         q_pos += tl.load(window_start + request).to(tl.int32)
@@ -344,34 +349,39 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
     kc = k_cache + kv_head.to(tl.int64) * stride_kch
     vc = v_cache + kv_head.to(tl.int64) * stride_vch
+    # Lanes before and after the visible keys read the nearest visible one again: a mask on every load would cost more,
+    # and an unseen slot may hold NaN, which a weight of 0 does not remove.
+    slots = kv_indices + kv_start
     kv_pos = low + tl.arange(0, BLOCK_N)
-    slot = tl.load(kv_indices + kv_start + kv_pos, mask=kv_pos < high, other=0).to(tl.int64)
+    slot = tl.load(
+        slots + tl.minimum(tl.maximum(kv_pos, seen_from), high - 1), mask=kv_pos < kv_pos + high - low, other=0
+    )
     for _ in range(low, high, BLOCK_N):
         next_pos = kv_pos + BLOCK_N
-        next_slot = tl.load(kv_indices + kv_start + next_pos, mask=next_pos < high, other=0).to(tl.int64)
-        # Loads are masked, not only scores: a weight of 0 times a NaN in an unseen slot would be NaN.
-        live = kv_pos < high
+        next_slot = tl.load(slots + tl.minimum(next_pos, high - 1))
+        seen = kv_pos < high
         if WINDOW:
-            live = live & (kv_pos >= position - window)
-        k = tile_of(kc, slot * stride_kc, columns, live, D, BLOCK_D).to(q_tile.dtype)
+            seen = seen & (kv_pos >= seen_from)
+        row = slot.to(tl.uint32).to(tl.int64)  # slots are below 2^31, element offsets need not be
+        k = load_rows(kc, row * STRIDE_K, columns, None, D, BLOCK_D).to(q_tile.dtype)
         qk = tl.dot(q_tile, k.T, input_precision="ieee")
         if BLOCK_TAIL > 0:
-            k_tail = tile_of(kc, slot * stride_kc, tail_columns, live, D, BLOCK_D + BLOCK_TAIL).to(q_tile.dtype)
+            k_tail = load_rows(kc, row * STRIDE_K, tail_columns, None, D, BLOCK_D + BLOCK_TAIL).to(q_tile.dtype)
             qk = tl.dot(q_tail, k_tail.T, qk, input_precision="ieee")
-        p, alpha, m_i, l_i = online_softmax(capped(qk, scale, cap, CAP), factor, live[None, :], m_i, l_i)
+        p, alpha, m_i, l_i = online_softmax(capped(qk, scale, cap, CAP), factor, seen[None, :], m_i, l_i)
         if V_IN_K:
             v = k
         else:
-            v = tile_of(vc, slot * stride_vc, tl.arange(0, BLOCK_DV), live, DV, BLOCK_DV).to(q_tile.dtype)
+            v = load_rows(vc, row * STRIDE_V, tl.arange(0, BLOCK_DV), None, DV, BLOCK_DV).to(q_tile.dtype)
         acc = tl.dot(p.to(q_tile.dtype), v, acc * alpha[:, None], input_precision="ieee")
         kv_pos = next_pos
         slot = next_slot
     if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
 
     v_columns = tl.arange(0, BLOCK_DV)
     inside = live_heads[:, None] & (v_columns[None, :] < DV)
-    if row < 0:
+    if place < 0:
         sink = None
         if sinks is not None:
             sink = tl.load(sinks + heads, mask=live_heads, other=0.0).to(tl.float32)
@@ -382,17 +392,7 @@ def decode_kernel(
             tl.store(lse + request * q_heads + heads, log_sum_exp(m_i, l_i), mask=live_heads)
     else:
         o = acc * (normaliser(m_i, l_i, None) * v_scale)[:, None]
-        where = row.to(tl.int64) * q_heads + heads
+        where = place.to(tl.int64) * q_heads + heads
         tl.store(partial + where[:, None] * DV + v_columns[None, :], o, mask=inside)
         weight = tl.where(l_i == 0.0, float("-inf"), m_i + tl.log2(tl.where(l_i == 0.0, 1.0, l_i)))
         tl.store(partial_lse + where, weight, mask=live_heads)
-
-
-@triton.jit
-def tile_of(base, offsets, columns, live, D: tl.constexpr, BLOCK_END: tl.constexpr):
-    """Rows [N] of heads [.., D] that begin at `base + offsets`; rows that are not `live`, and padding columns, are 0."""
-    where = base + offsets[:, None] + columns[None, :]
-    inside = live[:, None]
-    if BLOCK_END > D:
-        inside = inside & (columns[None, :] < D)
-    return tl.load(where, mask=inside, other=0.0)

@@ -32,8 +32,8 @@ def merge_kernel(
 ):
     """One program: the parts of one request and head, `BLOCK_S` at a time and in order, and the sink once.
 
-    ``o = sum_s 2^w_s o_s / (sum_s 2^w_s + 2^sink)``, w_s the parts' log-sum-exp in powers of two. Parts without keys are
-    not listed, or have ``w_s = -inf`` and ``o_s = 0``.
+    ``o = sum_s 2^w_s o_s / (sum_s 2^w_s + 2^sink)``, w_s the parts' log-sum-exp in powers of two. Parts without keys
+    are not listed, or have ``w_s = -inf`` and ``o_s = 0``.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # type: ignore

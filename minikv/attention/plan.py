@@ -78,7 +78,9 @@ class AttentionPlan:
         self.num_kv_splits, self.sliding_window = num_kv_splits, sliding_window
         self.tiles = decode_tiles_of(q_heads, k_cache, v_cache)
         self.lanes = self.tiles.programs(q_heads, k_cache.shape[1])
-        self.slots = self.tiles.per_processor * (processors or processors_of(k_cache.device))
+        processors = processors or processors_of(k_cache.device)
+        self.wave = self.tiles.per_processor * processors / self.lanes
+        self.room = self.tiles.resident * processors / self.lanes
         self.batch: int | None = None
         device, capacity = k_cache.device, self.capacity(max_requests)
         sizes = range(1, max_requests + 1)
@@ -98,7 +100,7 @@ class AttentionPlan:
         """Most items that a batch of this size is cut into: the grid of its launch."""
         if self.num_kv_splits is not None:
             return batch * self.num_kv_splits
-        return max(self.slots // self.lanes, batch + -(-batch // 4))
+        return max(int(self.wave), batch + int(min(batch / 4, self.wave) if batch <= self.room else self.room))
 
     def entries(self, batch: int) -> int:
         """Most requests of such a batch that need merging: each takes at least one item more than a request."""
@@ -145,7 +147,8 @@ class AttentionPlan:
         if self.sliding_window >= 0:
             begin = np.maximum(spans - 1 - self.sliding_window, 0) // block * block
             spans = spans - begin
-        parts, step = split(-(-spans // block), self.slots / self.lanes, self.capacity(batch), self.tiles.min_tiles)
+        least = self.tiles.min_tiles
+        parts, step = split(-(-spans // block), self.wave, self.room, self.capacity(batch), least)
         step *= block
 
         ends = parts.cumsum()
@@ -197,19 +200,25 @@ class AttentionPlan:
         return f"AttentionPlan({self.batch} requests of {self.max_requests} in {used} items, {merged} merged)"
 
 
-def split(tiles: np.ndarray, room: float, budget: int, least: int) -> tuple[np.ndarray, np.ndarray]:
+def split(tiles: np.ndarray, wave: float, room: float, budget: int, least: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut requests of `tiles` [batch] key tiles into at most `budget` parts in all: (parts [batch], tiles per part).
 
-    No part is smaller than what is left for each when the chip is full (all tiles over the `room` for items), which
-    leaves equal lengths in a full batch whole, nor than `least` tiles. Within that, parts are as small as fits.
+    A batch that the chip holds at once (`room` items) is cut evenly into the one `wave` of items that keeps it busy:
+    more would only add beginnings and merges. In a larger batch items follow each other, and the last ones leave the
+    chip idle if they are long: no part is longer than its share of what is left when it starts, longest first.
     """
-    size = max(int(-(-tiles.sum() // room)), least)
+    total = tiles.sum()
+    size = np.full(len(tiles), total / wave)
+    if len(tiles) > room:
+        order = np.argsort(-tiles, kind="stable")
+        left = total - tiles[order].cumsum() + tiles[order]
+        size[order] = np.maximum(left / room, total / room / 8)
     while True:
-        parts = np.maximum(-(-tiles // size), 1)
+        parts = np.maximum(-(-tiles // np.maximum(np.ceil(size), least).astype(np.int64)), 1)
         if parts.sum() <= budget:
             step = np.maximum(-(-tiles // parts), 1)  # even parts
             return np.maximum(-(-tiles // step), 1), step
-        size += max(1, size // 16)
+        size *= 1.06
 
 
 def uniform_splits(batch: int, lanes: int, entries: int, tiles: DecodeTiles, processors: int) -> int:

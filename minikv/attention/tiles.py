@@ -109,6 +109,8 @@ class DecodeTiles:
         Keys per tile.
     per_processor
         Programs per processor that a small batch is cut into.
+    resident
+        Programs that a processor holds at once.
     min_tiles
         Least key tiles of a part.
     """
@@ -119,6 +121,7 @@ class DecodeTiles:
     num_stages: int
     per_processor: int = 2
     min_tiles: int = 1
+    resident: int = 3
 
     def programs(self, q_heads: int, kv_heads: int) -> int:
         """Programs that read the same keys' item: each KV head, times the blocks of its group."""

@@ -55,13 +55,18 @@ def test_every_visible_key_is_in_exactly_one_item(lengths, processors, window):
     assert all(a >= b - block for a, b in zip(sizes, sizes[1:], strict=False))  # longest first, up to a tile
 
 
-def test_a_small_batch_fills_the_chip_and_a_full_one_is_left_whole():
+def test_a_small_batch_is_cut_into_one_wave_and_a_full_one_only_at_its_end():
     plan = AttentionPlan(256, 16, POOL, POOL, processors=132)
-    programs = plan.slots // plan.lanes
-    assert programs * 0.8 <= len(items_of(plan.update(torch.tensor([32768])), [32768])) <= programs
-    assert len(items_of(plan.update(torch.full((256,), 4096)), [4096] * 256)) == 256
+    assert 0.8 * plan.wave <= len(items_of(plan.update(torch.tensor([32768])), [32768])) <= plan.wave
+    at_once = int(plan.room)
+    assert len(items_of(plan.update(torch.full((at_once,), 4096)), [4096] * at_once)) == at_once
+    full = items_of(plan.update(torch.full((256,), 4096)), [4096] * 256)
+    whole = sum(hi - lo == 4096 for _, lo, hi, _ in full)
+    assert 256 - 1.5 * plan.room < whole < 256
+    assert full[0][2] - full[0][1] == 4096 > full[-1][2] - full[-1][1]
     uneven = [100] * 255 + [500_000]
-    assert len(items_of(plan.update(torch.tensor(uneven)), uneven)) > 256 + 20
+    longest = max(hi - lo for _, lo, hi, _ in items_of(plan.update(torch.tensor(uneven)), uneven))
+    assert longest <= 1.1 * sum(uneven) / plan.room + plan.tiles.block_n
 
 
 def test_update_says_what_it_cannot_plan():

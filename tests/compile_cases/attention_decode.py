@@ -12,7 +12,7 @@ MERGE = "minikv.attention.merge_kernel:merge_kernel"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 OPTIONAL = {"lse": "*fp32", "window_start": "*i64", "sinks": "*fp32", "items": "*i32"}
 ALIGNED = ("q", "k_cache", "v_cache", "out", "partial", "partial_lse", "kv_indptr", "kv_indices")
-STRIDES = ("qb", "qh", "kc", "kch", "vc", "vch", "ob", "oh")
+STRIDES = ("qb", "qh", "kch", "vch", "ob", "oh")
 
 
 def decode_case(
@@ -35,6 +35,7 @@ def decode_case(
     block_d, block_tail = head_blocks(d)
     constexprs: dict[str, Any] = {"D": d, "DV": d_v, "BLOCK_H": tiles.block_h, "BLOCK_N": tiles.block_n}
     constexprs |= {"BLOCK_D": block_d, "BLOCK_TAIL": block_tail, "BLOCK_DV": max(16, power_of_two(d_v))}
+    constexprs |= {"STRIDE_K": 8 * d, "STRIDE_V": 8 * d_v}
     constexprs |= {"V_IN_K": shared, "WINDOW": False, "CAP": False, "RULE": 0, "DEPENDENT": arch >= 90, **options}
     constexprs |= {tensor: None for tensor in OPTIONAL if tensor not in tensors}
     signature = {"q": f"*{dtype}", "k_cache": f"*{pool}", "v_cache": f"*{pool}", "out": f"*{dtype}"}
