@@ -214,7 +214,7 @@ def _with_scores(
         scores = scores.masked_fill(~part.mask, -torch.inf)
     lse = scores.logsumexp(-1)  # [n, Hq, N]
     total = lse if opts.sinks is None else torch.logaddexp(lse, opts.sinks.float()[:, None])
-    weights = torch.exp(scores - total.masked_fill(lse == -torch.inf, 0)[..., None])
+    weights = torch.exp(scores - total[..., None])  # NaN in rows without keys: `dead` clears them
     out = weights.view(n, kv_heads, -1, T) @ v
     return out.view(n, q_heads, N, -1), lse.transpose(1, 2).reshape(n * N, q_heads)
 

@@ -36,6 +36,12 @@ def test_sliced_heads_and_wide_rows() -> None:
     check(case, "torch")
 
 
+def test_new_values_need_not_be_columns_of_new_keys() -> None:
+    case = make_case([4, 2], [3, 5], d=24, shared_kv=True, d_v=16, kv_heads=1)
+    case.v = torch.randn_like(case.v)
+    check(case, "torch", "extend")
+
+
 def test_rows_of_q_beyond_the_batch_are_zero() -> None:
     case = make_case([4, 2], [3, 2])
     padded = torch.full((7, 4, 16), torch.nan)
