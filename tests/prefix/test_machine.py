@@ -63,7 +63,9 @@ class Server(RuleBasedStateMachine):
         if not r.cache or whole <= r.protected_len:
             return
         tokens, slots = r.token_ids[:whole], self.world.row(r)[:whole]
-        _, node = self.plain.insert(tokens, slots, r.namespace, known=r.protected_len)
+        n, node = self.plain.insert(tokens, slots, r.namespace, known=r.protected_len)
+        if n > r.protected_len:
+            happened.add("duplicate")
         self.plain.lock(node)
         self.plain.lock(self.ends[r], -1)
         self.ends[r] = node
@@ -76,6 +78,10 @@ class Server(RuleBasedStateMachine):
             happened.add("evict")
             free += sum(len(node.tokens) for node in self.plain.evict((new - free) * self.size)) // self.size
         return new <= free
+
+    def count_pages(self) -> None:
+        """Pages that requests hold themselves: those of computed tokens which are not the tree's."""
+        self.held = sum(-(-r.computed // self.size) - r.protected_len // self.size for r in self.world.running)
 
     def pick(self, i: int) -> Req:
         return self.world.running[i % len(self.world.running)]
@@ -101,6 +107,7 @@ class Server(RuleBasedStateMachine):
     def extend(self, i: int, n: int) -> None:
         r = self.pick(i)
         n = min(n, len(r.token_ids) - r.computed)
+        self.count_pages()
         fits = self.plain_make_room(r, n)
         assert self.world.compute(r, n) == fits
         happened.add("extend" if fits else "out of memory")
@@ -146,6 +153,18 @@ class Server(RuleBasedStateMachine):
         if how == "retract":
             self.start(r.token_ids, r.namespace, r.cache)
 
+    @rule(tokens=prompt, space=namespaces)
+    def twins(self, tokens: list[int], space) -> None:
+        """Two equal prompts are admitted together, so both miss and both compute what they share."""
+        before = len(self.world.running)
+        for _ in range(2):
+            self.start(tokens, space, cache=True)
+        new = range(before, len(self.world.running))
+        for i in new:
+            self.extend(i, len(tokens))
+        for i in new:
+            self.cache_unfinished(i, twice=False)
+
     @rule(n=st.integers(0, 12))
     def evict(self, n: int) -> None:
         gone = self.plain.evict(n)
@@ -183,8 +202,7 @@ class Server(RuleBasedStateMachine):
         w = self.world
         w.check()
         assert dump(w.cache) == self.plain.dump()
-        pages = [-(-r.computed // self.size) - r.protected_len // self.size for r in w.running]
-        self.held = sum(pages)
+        self.count_pages()
         free, tree = w.allocator.available_size() // self.size, w.cache.total_size // self.size
         assert free + tree + self.held == self.pages
         protected = sum(len(n.tokens) for n in self.plain.nodes() if n.locks)
@@ -215,5 +233,17 @@ def test_requests_in_any_order_against_plain_lists() -> None:
     )
     print(f"{executed} rules executed")
     assert executed > 0.7 * EXAMPLES * STEPS
-    expected = {"hit", "miss", "extend", "decode", "out of memory", "evict", "reserved", "finish", "retract", "abort"}
+    expected = {
+        "duplicate",
+        "hit",
+        "miss",
+        "extend",
+        "decode",
+        "out of memory",
+        "evict",
+        "reserved",
+        "finish",
+        "retract",
+        "abort",
+    }
     assert happened >= expected
