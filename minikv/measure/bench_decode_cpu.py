@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import itertools
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -16,13 +16,13 @@ from minikv.errors import StateError
 def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "cpu") -> dict[str, Any]:
     """Time fp32 greedy decode steps of both at batch 1 and 8.
 
-    A step's time is (time for n tokens - time for 1 token) / (n - 1), so prefill and set-up cancel; the two take turns
-    and the best of each is taken, so that foreign load on the machine hits both.
+    A step is the time between two tokens, prefill left out. The two take turns, so that foreign load on the machine
+    hits both; medians are compared, and the fastest step of each ("best ratio").
 
     Parameters
     ----------
     out_dir
-        Folder for ``decode_cpu.json``; None writes nothing.
+        Not used: the suite writes the result.
     quick
         Fewer tokens and repeats.
     device
@@ -40,65 +40,65 @@ def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "c
         raise StateError("bench decode_cpu compares with transformers: pip install 'minikv[bench]'") from e
     from minikv.engine import LLM, SamplingParams
     from minikv.measure.limits import copy_bandwidth
+    from minikv.measure.table import table
     from minikv.models.download import model_path
 
     if torch.device(device).type != "cpu":
-        return {"name": "decode_cpu", "rows": []}
+        print("decode_cpu measures the CPU only")
+        return {"rows": []}
     path = model_path()
     transformers.utils.logging.disable_progress_bar()
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    llm = LLM("smollm2-135m", device="cpu", dtype="float32", kv_tokens=4096)
+    read: Any = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = read(path.parent, gguf_file=path.name, dtype=torch.float32)
+    llm = LLM("smollm2-135m", device="cpu", dtype="float32", kv_tokens=4096, progress=False)
     weights = sum(p.numel() * p.element_size() for p in llm.decoder.parameters())
-    tokens, repeats, limit = (9, 2, copy_bandwidth("cpu")) if quick else (33, 4, copy_bandwidth("cpu"))
-    rows = []
+    tokens, repeats = (9, 2) if quick else (33, 4)
+    limit, rows = copy_bandwidth("cpu"), []
     for batch in (1, 8):
         prompts = [[(7 * i + 13 * j) % 40000 + 100 for j in range(32)] for i in range(batch)]
-        given = torch.tensor(prompts)
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, cache=False)
 
-        def ours(n: int, prompts: list = prompts) -> list[list[int]]:
-            params = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, cache=False)
-            return [out.token_ids for out in llm.generate(prompts, params)]
+        def ours(prompts: list = prompts, params: SamplingParams = params) -> tuple[list[list[int]], list[float]]:
+            ids, moments = [llm.add(prompt, params) for prompt in prompts], []
+            found: dict[int, list[int]] = {id: [] for id in ids}
+            while llm.has_work:
+                for delta in llm.step():
+                    found[delta.id] += delta.token_ids
+                moments.append(perf_counter())
+            return list(found.values()), moments
 
-        def peer(n: int, given: torch.Tensor = given) -> list[list[int]]:
-            options = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False}
+        def peer(prompts: list = prompts) -> tuple[list[list[int]], list[float]]:
+            given, moments = torch.tensor(prompts), []
+
+            def note(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+                moments.append(perf_counter())
+                return scores
+
+            options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
             with torch.inference_mode():
-                return theirs.generate(given, attention_mask=torch.ones_like(given), **options)[:, 32:].tolist()
+                out = theirs.generate(given, attention_mask=torch.ones_like(given), logits_processor=[note], **options)
+            return out[:, given.shape[1] :].tolist(), moments
 
-        equal = ours(tokens) == peer(tokens)  # also the warm-up
-        ours_s, peer_s = _steps(ours, tokens, repeats), _steps(peer, tokens, repeats)
-        for _ in range(repeats - 1):
-            ours_s, peer_s = min(ours_s, _steps(ours, tokens, 1)), min(peer_s, _steps(peer, tokens, 1))
+        equal = ours()[0] == peer()[0]  # also the warm-up
+        runs = [(_steps(ours()[1]), _steps(peer()[1])) for _ in range(repeats)]
+        ours_s, peer_s = (median(itertools.chain(*column)) for column in zip(*runs, strict=True))
         kv = batch * (32 + tokens // 2) * llm.pool.bytes_per_token
-        row = {
-            "batch": batch,
-            "minikv_tok_s": batch / ours_s,
-            "transformers_tok_s": batch / peer_s,
-            "ratio": peer_s / ours_s,
-            "bytes_s": (weights + kv) / ours_s,
-            "copy_bytes_s": limit,
-            "same_tokens": equal,
-        }
-        rows.append(row)
-        print(
-            f"decode cpu fp32 batch {batch}: minikv {row['minikv_tok_s']:.1f} tok/s, "
-            f"transformers {row['transformers_tok_s']:.1f} tok/s, ratio {row['ratio']:.2f}; "
-            f"{row['bytes_s'] / 1e9:.1f} GB/s of {limit / 1e9:.1f} GB/s copied; same tokens: {equal}"
+        rows.append(
+            {
+                "batch": batch,
+                "minikv tok/s": batch / ours_s,
+                "transformers tok/s": batch / peer_s,
+                "ratio": peer_s / ours_s,
+                "best ratio": min(itertools.chain(*(r[1] for r in runs))) / min(itertools.chain(*(r[0] for r in runs))),
+                "GB/s": (weights + kv) / ours_s / 1e9,
+                "copy GB/s": limit / 1e9,
+                "same tokens": str(equal),
+            }
         )
-    result = {"name": "decode_cpu", "rows": rows}
-    if out_dir is not None:
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-        (Path(out_dir) / "decode_cpu.json").write_text(json.dumps(result, indent=1))
-    return result
+    print(table(rows))
+    return {"rows": rows}
 
 
-def _steps(generate: Callable[[int], object], tokens: int, repeats: int) -> float:
-    """Seconds per decode step, the best of `repeats`."""
-    best = float("inf")
-    for _ in range(repeats):
-        moments = []
-        for n in (1, tokens):
-            start = perf_counter()
-            generate(n)
-            moments.append(perf_counter() - start)
-        best = min(best, (moments[1] - moments[0]) / (tokens - 1))
-    return best
+def _steps(moments: list[float]) -> list[float]:
+    """Seconds of each decode step, from the moments of its tokens."""
+    return [after - before for before, after in itertools.pairwise(moments)]
