@@ -175,13 +175,14 @@ def launch(
         CAUSAL=opts.causal and opts.custom_mask is None, WINDOW=opts.sliding_window >= 0, CAP=opts.logit_cap > 0,
         RULE=RULES[opts.xai_temperature_rule] if opts.xai_temperature_len > 0 else 0,
         MASK=0 if opts.custom_mask is None else 1 if opts.skip_prefix_mask else 2,
-        COMPACT=compact, SPLIT=num_splits > 1, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        PREFIX=kv_indices.shape[0] > 0, COMPACT=compact, SPLIT=num_splits > 1,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if num_splits > 1:
         rows = tokens * q_heads
-        merge_kernel[(triton.cdiv(rows, 16),)](
+        merge_kernel[(triton.cdiv(rows, 8),)](
             target, target_lse, o, lse, opts.sinks, rows, q_heads, num_splits, o.stride(0), o.stride(1),
-            DV=d_v, BLOCK_R=16, BLOCK_DV=block_dv,
+            DV=d_v, BLOCK_R=8, BLOCK_DV=block_dv, num_warps=2,
         )  # fmt: skip
     return o if lse is None else (o, lse)
 
@@ -217,7 +218,7 @@ def extend_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, RULE: tl.constexpr, MASK: tl.constexpr,
-    COMPACT: tl.constexpr, SPLIT: tl.constexpr,
+    PREFIX: tl.constexpr, COMPACT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One program: one query head, `BLOCK_M` new tokens of one request, all the keys they see (or one split of them).
 
@@ -283,38 +284,42 @@ def extend_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     kv_head = (head // group).to(tl.int64)
 
+    new_high = tl.minimum(new, first_row + BLOCK_M) if CAUSAL else new
+
     # Stage 1, the prefix. A negative scale would make the maximum a minimum: then all tiles take the masked loop.
-    low, high = 0, prefix
-    if SPLIT:
-        part = tl.cdiv(tl.cdiv(prefix, BLOCK_N), num_splits) * BLOCK_N
-        low, high = split * part, tl.minimum(split * part + part, prefix)
-    full_low, full_high = low, tl.where(scale * k_scale < 0, 0, high)
-    if WINDOW:
-        low = tl.maximum(low, prefix + first_row - window)
-        full_low = tl.maximum(full_low, prefix + last_row - window)
-    if MASK == 2:
-        full_high = 0
-    first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
-    factor = row_factor(absolute, scale * k_scale, cap, temperature_len, CAP, RULE)
-    kc, vc, slots = k_cache + kv_head * stride_kch, v_cache + kv_head * stride_vch, kv_indices + kv_start
-    if MASK < 2:
-        acc, m_i, l_i = attend(
-            acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows,
-            0, 0, 0, prefix, 0, first + head_tiles, 0, 0, middle, window, scale * k_scale, cap,
-            stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, False, CAP,
-        )  # fmt: skip
-    acc, m_i, l_i = attend(
-        acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows,
-        0, 0, 0, high, 0, first, head_tiles, middle, masked, window, scale * k_scale, cap,
-        stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 1 + MASK // 2, False, WINDOW, False, CAP,
-    )  # fmt: skip
-    acc = acc * v_scale
+    if PREFIX:
+        low, high = 0, prefix
+        if SPLIT:  # equal parts of prefix and new keys together
+            part = tl.cdiv(tl.cdiv(prefix, BLOCK_N) + tl.cdiv(new_high, BLOCK_N), num_splits) * BLOCK_N
+            low = tl.minimum(split * part, prefix)
+            high = tl.where(split == num_splits - 1, prefix, tl.minimum(low + part, prefix))
+        full_low, full_high = low, tl.where(scale * k_scale < 0, 0, high)
+        if WINDOW:
+            low = tl.maximum(low, prefix + first_row - window)
+            full_low = tl.maximum(full_low, prefix + last_row - window)
+        if MASK == 2:
+            full_high = 0
+        first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
+        factor = row_factor(absolute, scale * k_scale, cap, temperature_len, CAP, RULE)
+        kc, vc, slots = k_cache + kv_head * stride_kch, v_cache + kv_head * stride_vch, kv_indices + kv_start
+        if MASK < 2:
+            acc, m_i, l_i = attend(
+                acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows,
+                0, 0, 0, prefix, 0, first + head_tiles, 0, 0, middle, window, scale * k_scale, cap,
+                stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, False, CAP,
+            )  # fmt: skip
+        if masked > 0:
+            acc, m_i, l_i = attend(
+                acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows,
+                0, 0, 0, high, 0, first, head_tiles, middle, masked, window, scale * k_scale, cap,
+                stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV,
+                1 + MASK // 2, False, WINDOW, False, CAP,
+            )  # fmt: skip
+        acc = acc * v_scale
 
     # Stage 2, the new keys: positions prefix.., in row q_start + position - prefix of k and v.
-    low, high, full_high = 0, new, new
-    if CAUSAL:
-        high = tl.minimum(new, first_row + BLOCK_M)
-        full_high = first_row + 1
+    low, high = 0, new_high
+    full_high = first_row + 1 if CAUSAL else new
     if SPLIT:
         high = tl.where(split == num_splits - 1, high, 0)
         full_high = tl.where(split == num_splits - 1, full_high, 0)
@@ -328,12 +333,13 @@ def extend_kernel(
     first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
     factor = row_factor(absolute, scale, cap, temperature_len, CAP, RULE)
     kn, vn, base = k + kv_head * stride_kh, v + kv_head * stride_vh, q_start - prefix
-    if MASK == 0:
-        acc, m_i, l_i = attend(
-            acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, k_desc, v_desc, head // group, None, mask_rows,
-            base, prefix, prefix, prefix + new, 0, first + head_tiles, 0, 0, middle, window, scale, cap,
-            stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, False, CAP,
-        )  # fmt: skip
+    if MASK == 0:  # noqa: SIM102 - an option around a run-time question
+        if middle > 0:
+            acc, m_i, l_i = attend(
+                acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, k_desc, v_desc, head // group, None, mask_rows,
+                base, prefix, prefix, prefix + new, 0, first + head_tiles, 0, 0, middle, window, scale, cap,
+                stride_kt, stride_vt, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, False, CAP,
+            )  # fmt: skip
     acc, m_i, l_i = attend(
         acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kn, vn, None, None, 0, None, mask_rows,
         base, prefix, prefix, prefix + high, 0, first, head_tiles, middle, masked, window, scale, cap,

@@ -156,7 +156,7 @@ def tile_range(lo, hi, full_lo, full_hi, BLOCK_N: tl.constexpr):
     Returns (first tile, masked tiles before the middle, tiles in the middle, masked tiles in all).
     """
     first = lo // BLOCK_N
-    last = tl.maximum((hi + BLOCK_N - 1) // BLOCK_N, first)
+    last = tl.where(hi > lo, (hi + BLOCK_N - 1) // BLOCK_N, first)
     full_first = tl.minimum(tl.maximum((full_lo + BLOCK_N - 1) // BLOCK_N, first), last)
     full_last = tl.minimum(tl.maximum(full_hi // BLOCK_N, full_first), last)
     middle = full_last - full_first
