@@ -23,7 +23,7 @@ from plain_tree import FIRST_OUT, PlainNode, PlainTree, dump
 from prefix_world import Req, World
 
 LONG = os.environ.get("MINIKV_LONG_MACHINE") == "1"
-EXAMPLES, STEPS = (2000, 100) if LONG else (45, 50)
+EXAMPLES, STEPS = (2600, 100) if LONG else (45, 50)
 NAMESPACES = [None, None, None, "a", 1, True, ("a", 1)]
 CHATS = [[0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2, 2, 2, 1, 1, 0, 0, 2, 2, 1, 1], [1] * 16]
 executed = 0
@@ -233,17 +233,5 @@ def test_requests_in_any_order_against_plain_lists() -> None:
     )
     print(f"{executed} rules executed")
     assert executed > 0.7 * EXAMPLES * STEPS
-    expected = {
-        "duplicate",
-        "hit",
-        "miss",
-        "extend",
-        "decode",
-        "out of memory",
-        "evict",
-        "reserved",
-        "finish",
-        "retract",
-        "abort",
-    }
-    assert happened >= expected
+    wanted = "hit miss duplicate extend decode evict reserved finish retract abort"
+    assert happened >= {*wanted.split(), "out of memory"}
