@@ -102,7 +102,8 @@ def store_kernel(
 def store_torch(caches: list[torch.Tensor], slots: torch.Tensor, rows: list[torch.Tensor], scales: list[float]) -> None:
     """The same bits as :func:`store_triton`, with PyTorch operations on any device."""
     for cache, row, scale in zip(caches, rows, scales, strict=True):
-        value = row if scale == 1.0 else row.float() / scale
+        # A tensor, not a number: CUDA divides by a number as a product with its rounded inverse.
+        value = row if scale == 1.0 else row.float() / torch.full((), scale, device=row.device)
         if cache.dtype == FP8:  # stored as bytes: PyTorch has no indexed store for fp8 on every device
             value = value.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
             cache.view(torch.uint8)[slots.long()] = value.view(torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 
 class PlainAllocator:
@@ -12,16 +13,16 @@ class PlainAllocator:
         self.page_size, self.free_pages = page_size, list(range(1, num_pages + 1))
 
     def alloc_extend(self, prefix_lens: list[int], seq_lens: list[int], last_loc: list[int]) -> list[int] | None:
-        free, slots = list(self.free_pages), []
+        free, slots = deque(self.free_pages), []
         for prefix, length, last in zip(prefix_lens, seq_lens, last_loc, strict=True):
             for position in range(prefix, length):
                 if position % self.page_size == 0:
                     if not free:
                         return None
-                    last = free.pop(0) * self.page_size - 1
+                    last = free.popleft() * self.page_size - 1
                 last += 1
                 slots.append(last)
-        self.free_pages = free
+        self.free_pages = list(free)
         return slots
 
     def alloc_decode(self, seq_lens: list[int], last_loc: list[int]) -> list[int] | None:
