@@ -5,6 +5,7 @@ The idea is the roofline model of Williams, Waterman and Patterson (2009).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -50,7 +51,11 @@ def draw(
     axes.annotate(
         f"memory limit {style.si(bandwidth, 'B/s')}", (low, low * bandwidth / 1e9), xytext=(8, -4), va="top", **note
     )
-    rows = []
+    slowest = min([p["flops"] for p in work if p.get("flops")] + [low * bandwidth])
+    bottom, top = slowest / 1e9 / 3, peak / 1e9 * 3
+    axes.set_xlim(low, high)
+    axes.set_ylim(bottom, top)
+    rows, taken = [], [(590.0, 290.0 * _share(peak / 1e9, bottom, top) + 4, 735.0)]  # the text over the flat roof
     for i, point in enumerate(work):
         limit = min(peak, point["intensity"] * bandwidth)
         speed = point.get("flops")
@@ -60,8 +65,10 @@ def draw(
         axes.plot(
             [point["intensity"]], [y], "o", markersize=10, color=look.colour, markerfacecolor=face, markeredgewidth=2
         )
+        at = 735 * _share(point["intensity"], low, high), 290 * _share(y, bottom, top)
+        shift, side = _room(*at, len(point["name"]) * 6.4, taken)
         axes.annotate(
-            point["name"], (point["intensity"], y), xytext=(9, -15), textcoords="offset points", color=style.INK
+            point["name"], (point["intensity"], y), xytext=shift, textcoords="offset points", color=style.INK, ha=side
         )
         bound = "memory" if point["intensity"] < ridge else "arithmetic"
         rows.append({
@@ -69,11 +76,29 @@ def draw(
             "measured": "" if speed is None else style.si(speed, "FLOP/s"),
             "share of limit": "" if speed is None else f"{speed / limit:.0%}", "bound by": bound,
         })  # fmt: skip
-    axes.set_xlim(low, high)
-    slowest = min([p["flops"] for p in work if p.get("flops")] + [low * bandwidth])
-    axes.set_ylim(slowest / 1e9 / 3, peak / 1e9 * 3)
     desc = (
         f"Roofline of {where}: memory {style.si(bandwidth, 'B/s')}, arithmetic {style.si(peak, 'FLOP/s')}; "
         + "; ".join(f"{r['name']} at {r['FLOP/byte']} FLOP per byte is bound by {r['bound by']}" for r in rows)
     )
     return style.finish_chart(figure, desc + ".", rows)
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Where `value` lies between the ends of a logarithmic axis: 0 to 1."""
+    return math.log(value / low) / math.log(high / low)
+
+
+def _room(x: float, y: float, width: float, taken: list[tuple[float, float, float]]) -> tuple[tuple[float, float], str]:
+    """Offset and alignment of a label beside the dot at x, y (points) that leaves the labels in `taken` readable."""
+    tries = [((9, -15), "left"), ((-9, -15), "right"), ((9, 6), "left"), ((9, -32), "left"), ((-9, -32), "right")]
+    for (dx, dy), side in tries:
+        start = x + dx - (width if side == "right" else 0)
+        if start >= 0 and all(
+            abs(y + dy - v) > 14 or start > right or start + width < left for left, v, right in taken
+        ):
+            break
+    else:
+        (dx, dy), side = tries[0]
+        start = x + dx
+    taken.append((start, y + dy, start + width))
+    return (dx, dy), side
