@@ -115,7 +115,17 @@ class PlainTree:
         return gone
 
     def dump(self) -> dict:
-        return {(n.space, n.path): (n.slots, n.locks, n.hits, n.priority, len(n.tokens)) for n in self.nodes()}
+        facts = {(n.space, n.path): [n.slots, n.locks, n.hits, n.priority, n.birth, n.use] for n in self.nodes()}
+        return in_order(facts)
+
+
+def in_order(facts: dict) -> dict:
+    """Births and last uses as ranks: the two trees count them with other numbers."""
+    for i in (4, 5):
+        ranks = {value: rank for rank, value in enumerate(sorted({fact[i] for fact in facts.values()}))}
+        for fact in facts.values():
+            fact[i] = ranks[fact[i]]
+    return facts
 
 
 def dump(cache: Any) -> dict:
@@ -125,5 +135,6 @@ def dump(cache: Any) -> dict:
     for node in cache.nodes():
         path = paths[id(node)] = (*paths[id(node.parent)], *node.key.tolist())
         space = repr(node.namespace)
-        facts[space, path] = (node.slots.tolist(), node.lock_count, node.hit_count, node.priority, len(node.key))
-    return facts
+        counts = [node.lock_count, node.hit_count, node.priority, node.birth, node.last_use]
+        facts[space, path] = [node.slots.tolist(), *counts]
+    return in_order(facts)

@@ -26,9 +26,12 @@ class Req:
 class World:
     """Allocator, table and cache; `content[slot]` is what the last write put there: namespace and tokens up to it."""
 
-    def __init__(self, pages: int, page_size: int, rows: int = 8, context: int = 64, **options: Any) -> None:
-        self.allocator = PagedAllocator(pages * page_size, page_size)
-        self.table = RequestTable(rows, context)
+    def __init__(
+        self, pages: int, page_size: int, rows: int = 8, context: int = 64, device: str = "cpu", **options: Any
+    ) -> None:
+        self.device = device
+        self.allocator = PagedAllocator(pages * page_size, page_size, device=device)
+        self.table = RequestTable(rows, context, device=device)
         self.cache = RadixCache(page_size, self.allocator, self.table, **options)
         self.content: dict[int, tuple] = {}
         self.running: list[Req] = []
@@ -49,7 +52,11 @@ class World:
     def reserve(self, r: Req, n: int) -> torch.Tensor | None:
         """Slots for `n` more tokens, in the row but not written; evicts when short."""
         before, after = torch.tensor([r.computed]), torch.tensor([r.computed + n])
-        last = self.table.table[r.row, r.computed - 1 : r.computed].long() if r.computed else torch.tensor([-1])
+        last = (
+            self.table.table[r.row, r.computed - 1 : r.computed].long()
+            if r.computed
+            else torch.tensor([-1], device=self.device)
+        )
         slots = self.allocator.alloc_extend(before, after, last, n)
         if slots is None:
             size = self.cache.page_size

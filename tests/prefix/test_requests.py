@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from plain_tree import dump
@@ -138,6 +139,24 @@ def test_priority_of_a_request_goes_to_its_nodes() -> None:
     w.compute(r)
     w.finish(r)
     assert [n.priority for n in w.cache.nodes()] == [5]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_tree_holds_device_slots_and_does_the_same() -> None:
+    worlds = [World(pages=24, page_size=4, device=device) for device in ("cpu", "cuda")]
+    for w in worlds:
+        rng = np.random.default_rng(0)
+        for _ in range(60):
+            a, b = (w.start([1, *rng.integers(0, 2, rng.integers(1, 14)).tolist()]) for _ in range(2))
+            w.chunk(a, 1), w.chunk(b, 1), w.chunk(a), w.chunk(b)
+            w.check()
+            w.finish(a), w.finish(b)
+        w.check()
+    cpu, gpu = worlds
+    assert dump(cpu.cache) == dump(gpu.cache)
+    assert cpu.cache.stats == gpu.cache.stats
+    assert gpu.cache.match_prefix([1, 0, 1, 0, 1]).slots.device.type == "cuda"
+    assert all(n.slots.device.type == "cuda" for n in gpu.cache.nodes())
 
 
 # ---- faults
