@@ -155,10 +155,14 @@ def launch(
     if batch == 0:
         return o if lse is None else (o, lse)
     if tiles is None:
-        tiles = plan.tiles if plan is not None else decode_tiles_of(q_heads, k_cache, v_cache)
+        tiles = decode_tiles_of(q_heads, k_cache, v_cache)
+        if plan is not None:
+            tiles = plan.tiles_for(batch)
+        elif num_splits is None:
+            tiles = tiles.for_programs(batch * tiles.programs(q_heads, kv_heads), processors_of(q.device))
+    lanes = tiles.programs(q_heads, kv_heads)
     if dependent is None:
         dependent = q.device.type == "cuda" and capability_of(q.device) >= (9, 0)
-    lanes = tiles.programs(q_heads, kv_heads)
     items, merges, partial, partial_lse = None, None, None, None
     if plan is not None:
         num_items, num_merges, num_splits = plan.capacity(batch), plan.entries(batch), plan.num_kv_splits or 1
@@ -356,9 +360,9 @@ def decode_kernel(
     slot = tl.load(
         slots + tl.minimum(tl.maximum(kv_pos, seen_from), high - 1), mask=kv_pos < kv_pos + high - low, other=0
     )
-    for _ in range(low, high, BLOCK_N):
-        next_pos = kv_pos + BLOCK_N
-        next_slot = tl.load(slots + tl.minimum(next_pos, high - 1))
+    for tile_start in range(low, high, BLOCK_N):
+        kv_pos = tile_start + tl.arange(0, BLOCK_N)  # worked out again in each tile: carried, it would cost registers
+        next_slot = tl.load(slots + tl.minimum(kv_pos + BLOCK_N, high - 1))
         seen = kv_pos < high
         if WINDOW:
             seen = seen & (kv_pos >= seen_from)
@@ -374,7 +378,6 @@ def decode_kernel(
         else:
             v = load_rows(vc, row * STRIDE_V, tl.arange(0, BLOCK_DV), None, DV, BLOCK_DV).to(q_tile.dtype)
         acc = tl.dot(p.to(q_tile.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        kv_pos = next_pos
         slot = next_slot
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore

@@ -78,13 +78,11 @@ class AttentionPlan:
         self.num_kv_splits, self.sliding_window = num_kv_splits, sliding_window
         self.tiles = decode_tiles_of(q_heads, k_cache, v_cache)
         self.lanes = self.tiles.programs(q_heads, k_cache.shape[1])
-        processors = processors or processors_of(k_cache.device)
-        self.wave = self.tiles.per_processor * processors / self.lanes
-        self.room = self.tiles.resident * processors / self.lanes
+        self.processors = processors or processors_of(k_cache.device)
         self.batch: int | None = None
-        device, capacity = k_cache.device, self.capacity(max_requests)
-        sizes = range(1, max_requests + 1)
-        entries = 0 if num_kv_splits else max(map(self.entries, sizes))
+        self._planned = b""
+        device, sizes = k_cache.device, range(1, max_requests + 1)
+        capacity, entries = max(map(self.capacity, sizes)), max(map(self.entries, sizes))
         rows = capacity if num_kv_splits else max(min(self.capacity(b), 2 * (self.capacity(b) - b)) for b in sizes)
         self.partial = torch.empty((rows, q_heads, self.d_v), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty((rows, q_heads), dtype=torch.float32, device=device)
@@ -96,11 +94,23 @@ class AttentionPlan:
         self._host = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(2)] if on_cuda else []
         self._copied = [torch.cuda.Event() for _ in self._host]
 
+    def tiles_for(self, batch: int) -> DecodeTiles:
+        """The tiles that a batch of this size is computed with; always the same ones with fixed splits."""
+        if self.num_kv_splits is not None:
+            return self.tiles
+        return self.tiles.for_programs(batch * self.lanes, self.processors)
+
+    def chip(self, batch: int) -> tuple[float, float]:
+        """How many items keep the chip busy, and how many it holds at once."""
+        tiles = self.tiles_for(batch)
+        return tiles.per_processor * self.processors / self.lanes, tiles.resident * self.processors / self.lanes
+
     def capacity(self, batch: int) -> int:
         """Most items that a batch of this size is cut into: the grid of its launch."""
         if self.num_kv_splits is not None:
             return batch * self.num_kv_splits
-        return max(int(self.wave), batch + int(min(batch / 4, self.wave) if batch <= self.room else self.room))
+        busy, room = self.chip(batch)
+        return max(int(busy), batch + int(min(batch / 4, busy) if batch <= room else room))
 
     def entries(self, batch: int) -> int:
         """Most requests of such a batch that need merging: each takes at least one item more than a request."""
@@ -129,26 +139,30 @@ class AttentionPlan:
         spans = lengths.numpy().astype(np.int64)
         if spans.min() < 0:
             raise ArgumentError("lengths", int(spans.min()), "must not be negative")
+        block, begin = self.tiles_for(self.batch).block_n, np.zeros_like(spans)
+        if self.sliding_window >= 0:
+            begin = np.maximum(spans - 1 - self.sliding_window, 0) // block * block
+            spans = spans - begin
+        planned = begin.tobytes() + (-(-spans // block)).tobytes()
+        if planned == self._planned:  # no request grew by a tile: items whose last ends are open still fit
+            return self
+        self._planned = planned
         if self._host:
             self._host.reverse()  # two buffers in turn, so that the copy of the last update may still be under way
             self._copied.reverse()
             self._copied[0].synchronize()
-            self._fill(self._host[0].numpy(), spans)
+            self._fill(self._host[0].numpy(), begin, spans)
             self._staged.copy_(self._host[0], non_blocking=True)
             self._copied[0].record()
         else:
-            self._fill(self._staged.numpy(), spans)
+            self._fill(self._staged.numpy(), begin, spans)
         return self
 
-    def _fill(self, staged: np.ndarray, spans: np.ndarray) -> None:
-        """Write the rows of `items` and `merges` for requests of these lengths."""
-        block, batch = self.tiles.block_n, len(spans)
-        begin = np.zeros_like(spans)
-        if self.sliding_window >= 0:
-            begin = np.maximum(spans - 1 - self.sliding_window, 0) // block * block
-            spans = spans - begin
-        least = self.tiles.min_tiles
-        parts, step = split(-(-spans // block), self.wave, self.room, self.capacity(batch), least)
+    def _fill(self, staged: np.ndarray, begin: np.ndarray, spans: np.ndarray) -> None:
+        """Write the rows of `items` and `merges` for requests that see `spans` keys from `begin` on."""
+        tiles, batch = self.tiles_for(len(spans)), len(spans)
+        block = tiles.block_n
+        parts, step = split(-(-spans // block), *self.chip(batch), self.capacity(batch), tiles.min_tiles)
         step *= block
 
         ends = parts.cumsum()
@@ -200,19 +214,19 @@ class AttentionPlan:
         return f"AttentionPlan({self.batch} requests of {self.max_requests} in {used} items, {merged} merged)"
 
 
-def split(tiles: np.ndarray, wave: float, room: float, budget: int, least: int) -> tuple[np.ndarray, np.ndarray]:
+def split(tiles: np.ndarray, busy: float, room: float, budget: int, least: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut requests of `tiles` [batch] key tiles into at most `budget` parts in all: (parts [batch], tiles per part).
 
-    A batch that the chip holds at once (`room` items) is cut evenly into the one `wave` of items that keeps it busy:
-    more would only add beginnings and merges. In a larger batch items follow each other, and the last ones leave the
-    chip idle if they are long: no part is longer than its share of what is left when it starts, longest first.
+    A batch that the chip holds at once (`room` items) is cut evenly into as many items as keep it `busy`: more would
+    only add beginnings and merges. In a larger batch items follow each other, and the last ones leave the chip idle if
+    they are long: no part is longer than its share of what is left when it starts, longest first.
     """
     total = tiles.sum()
-    size = np.full(len(tiles), total / wave)
+    size = np.full(len(tiles), total / busy)
     if len(tiles) > room:
         order = np.argsort(-tiles, kind="stable")
         left = total - tiles[order].cumsum() + tiles[order]
-        size[order] = np.maximum(left / room, total / room / 8)
+        size[order] = np.maximum(left / room, total / room / 4)
     while True:
         parts = np.maximum(-(-tiles // np.maximum(np.ceil(size), least).astype(np.int64)), 1)
         if parts.sum() <= budget:

@@ -84,14 +84,34 @@ def prefix_splits(processors: int, programs: int, mean_prefix: int, block_n: int
 
 @functools.cache
 def extend_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of the two-stage extend kernel."""
+    """Tiles of the two-stage kernel. On Hopper two programs share a processor up to 128 columns: 115,712 bytes each."""
+    widest = max(d_qk, d_v)
+    if capability >= (9, 0) and dtype.itemsize == 2 and widest <= 192 and d_v <= 128:
+        if widest <= 64:
+            return Tiles(64, 128, 4, 3, descriptors=True)
+        return Tiles(64, 64, 4, 3, descriptors=True) if widest <= 128 else Tiles(128, 64, 8, 3, descriptors=True)
     return unified_tiles(capability, d_qk, d_v, dtype)
 
 
 @functools.cache
 def unified_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of the unified kernel: block sizes depend on head dims and dtype only, since they fix the bits."""
-    return Tiles(64, 64, 4, 3)
+    """Tiles of the unified kernel: block sizes depend on head dims and dtype only, since they fix the bits.
+
+    Only the tiles in flight follow the chip. The exception is sm75, where Triton has no tensor-core path: there, as
+    with fp32, every product of a tile is an instruction of its own, so tiles are small.
+    """
+    columns = sum(head_blocks(d_qk)) + max(16, power_of_two(d_v))
+    if dtype.itemsize == 4 or capability < (8, 0):
+        small = 16 if columns > 256 or capability < (8, 0) else 32
+        return Tiles(small, 32 if columns <= 256 else 16, 4 if columns <= 256 else 8, 1)
+    if columns > 576:  # MLA
+        return Tiles(32, 32, 8, 1)
+    block_n = 64 if columns <= 320 else 32
+    free = shared_bytes(capability) // (2 if columns <= 320 and capability >= (9, 0) else 1) - 128 * sum(
+        head_blocks(d_qk)
+    )
+    stages = max(1, min(3 if columns <= 256 else 2, free // (2 * block_n * columns)))
+    return Tiles(64, block_n, 4 if columns <= 320 else 8, stages)
 
 
 # --- decode ---
@@ -111,6 +131,9 @@ class DecodeTiles:
         Programs per processor that a small batch is cut into.
     resident
         Programs that a processor holds at once.
+    crowded
+        What to use for a batch that fills more than the chip with these tiles, but not with those: smaller programs, of
+        which all requests' are held at once.
     min_tiles
         Least key tiles of a part.
     """
@@ -122,6 +145,13 @@ class DecodeTiles:
     per_processor: int = 2
     min_tiles: int = 1
     resident: int = 3
+    crowded: DecodeTiles | None = None
+
+    def for_programs(self, programs: int, processors: int) -> DecodeTiles:
+        """These tiles, or the ones for a crowded chip, for a batch of so many uncut programs."""
+        if self.crowded and self.resident * processors < programs <= self.crowded.resident * processors:
+            return self.crowded
+        return self
 
     def programs(self, q_heads: int, kv_heads: int) -> int:
         """Programs that read the same keys' item: each KV head, times the blocks of its group."""
@@ -142,12 +172,19 @@ def decode_tiles(
     if item_bytes == 4:  # without tensor cores a dot lives in registers
         return DecodeTiles(16, 64, 4, 3) if key_bytes <= 512 else DecodeTiles(16, 16, 4 if columns <= 512 else 8, 2)
     if columns > 512:  # MLA
-        wide = DecodeTiles(min(block_h, 32), 32, 8, 2, per_processor=1)
-        return wide if small else DecodeTiles(block_h, 64, 8, 2, per_processor=1)
+        wide = DecodeTiles(min(block_h, 32), 32, 8, 2, per_processor=1, resident=1)
+        return wide if small else DecodeTiles(block_h, 64, 8, 2, per_processor=1, resident=1)
     if capability < (8, 0):  # no asynchronous copies: a tile passes through registers
         return DecodeTiles(block_h, 32, 4, 2)
-    block_n = 64 if key_bytes <= (384 if small else 640) else 32
-    return DecodeTiles(block_h, block_n, 2 if block_h == 16 and item_bytes == 2 and key_bytes <= 512 else 4, 3)
+    # Two tiles in flight per program, a few programs per processor. With at least 32 keys per warp each thread loads
+    # one slot; with fewer, every thread would load all the slots that it needs, and wait for them.
+    if block_h > 16 or item_bytes == 1 or key_bytes > 512:
+        return DecodeTiles(block_h, 64 if key_bytes <= (384 if small else 640) else 32, 4, 3)
+    if small:
+        return DecodeTiles(16, 32, 1, 3, resident=2)
+    if key_bytes <= 256:
+        return DecodeTiles(16, 64, 2, 3, per_processor=4, min_tiles=2, resident=6)
+    return DecodeTiles(16, 64, 2, 3, crowded=DecodeTiles(16, 32, 1, 3, per_processor=3, resident=6))
 
 
 def processors_of(device: torch.device) -> int:

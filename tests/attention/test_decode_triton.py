@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from cases import OPTION_SETS, Case, assert_close, make_case
 from torch import Tensor
 
 from minikv.attention import AttentionPlan, decode_attention
 from minikv.errors import ArgumentError
-from cases import OPTION_SETS, Case, assert_close, make_case
 
 LENGTHS = [150, 0, 1, 64, 65]
 
@@ -169,10 +169,12 @@ def test_b75_fixed_splits_are_bitwise_equal_in_any_batch(splits, device):
     case = case_of([300, 5, 64, 1], device=device)
     out, lse = run(case, num_kv_splits=splits)
     planned = run(case, plan=poisoned_plan(case, num_kv_splits=splits))
-    assert torch.equal(out, planned[0]) and torch.equal(lse, planned[1])
+    assert torch.equal(out, planned[0])
+    assert torch.equal(lse, planned[1])
     for r in (0, 2):
         own = run(alone(case, r), num_kv_splits=splits)
-        assert torch.equal(out[r], own[0][0]) and torch.equal(lse[r], own[1][0])
+        assert torch.equal(out[r], own[0][0])
+        assert torch.equal(lse[r], own[1][0])
 
 
 def test_an_outdated_plan_is_still_right(device):
@@ -194,11 +196,28 @@ def test_index_dtypes_strides_and_empty_batches(device):
     assert none.shape == (0, 4, 16)
 
 
+def test_a_crowded_chip_takes_smaller_programs(device):
+    case = case_of([70, 5, 33, 0, 1, 2, 64, 100], dtype=torch.float16, d=128, device=device)
+    plan = poisoned_plan(case)
+    assert plan.tiles_for(8) is plan.tiles.crowded
+    assert plan.tiles_for(2) is plan.tiles
+    check(case, plan=plan)
+
+
+def test_kernels_compile_for_gpus_without_spills():
+    pytest.importorskip("triton")
+    from compile_check import compile_cases
+
+    reports = compile_cases("attention_decode")
+    assert {r["arch"] for r in reports} == {75, 80, 86, 89, 90}
+    assert all(r["spill_bytes"] == 0 or "MLA" in r["name"] for r in reports)
+
+
 def test_half_precision(device):
     check(case_of([130, 17], dtype=torch.float16, d=32, device=device), num_kv_splits=2)
 
 
-# --- compiled only -----------------------------------------------------------------------------------------------------
+# --- compiled only ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -224,6 +243,14 @@ def test_full_size(shape, dtype):
         check(case)
         check(case, num_kv_splits=5)
         check(case, plan=poisoned_plan(case, None, sliding_window=options.get("sliding_window", -1)))
+
+
+@pytest.mark.gpu
+def test_many_short_uneven_requests():
+    lengths = [int(64 * 32 ** (i / 63)) for i in range(64)]
+    case = case_of(lengths, q_heads=32, kv_heads=8, d=128, dtype=torch.bfloat16, device="cuda", page_size=16)
+    check(case, plan=poisoned_plan(case, None))
+    check(case)
 
 
 @pytest.mark.gpu
@@ -270,7 +297,9 @@ def test_b75_bitwise_equal_at_full_size(dtype):
     out, lse = run(case, num_kv_splits=8)
     for _ in range(3):
         again = run(case, num_kv_splits=8)
-        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+        assert torch.equal(out, again[0])
+        assert torch.equal(lse, again[1])
     for r in range(8):
         own = run(alone(case, r), num_kv_splits=8)
-        assert torch.equal(out[r], own[0][0]) and torch.equal(lse[r], own[1][0])
+        assert torch.equal(out[r], own[0][0])
+        assert torch.equal(lse[r], own[1][0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from minikv.attention.tiles import decode_tiles, head_blocks
 from minikv.errors import ArgumentError, StateError
 
 POOL = torch.zeros(64, 2, 64)
+HALF = torch.zeros(64, 2, 128, dtype=torch.float16)  # its tiles for a crowded chip are others
 
 
 def items_of(plan: AttentionPlan, lengths: list[int]) -> list[tuple[int, int, int, int]]:
@@ -24,14 +27,15 @@ def items_of(plan: AttentionPlan, lengths: list[int]) -> list[tuple[int, int, in
     st.lists(st.integers(0, 5000), min_size=1, max_size=12),
     st.integers(1, 40),
     st.sampled_from([-1, 0, 63, 64, 200]),
+    st.sampled_from([POOL, HALF]),
 )
-def test_every_visible_key_is_in_exactly_one_item(lengths, processors, window):
-    plan = AttentionPlan(12, 4, POOL, POOL, sliding_window=window, processors=processors)
+def test_every_visible_key_is_in_exactly_one_item(lengths, processors, window, pool):
+    plan = AttentionPlan(12, 4, pool, pool, sliding_window=window, processors=processors)
     plan.items.fill_(99)
     plan.update(torch.tensor(lengths))
     items = items_of(plan, lengths)
     assert len(items) <= plan.capacity(len(lengths))
-    block = plan.tiles.block_n
+    block = plan.tiles_for(len(lengths)).block_n
     rows = []
     for r, length in enumerate(lengths):
         mine = sorted(item[1:] for item in items if item[0] == r)
@@ -44,29 +48,39 @@ def test_every_visible_key_is_in_exactly_one_item(lengths, processors, window):
         assert len(mine) == 1 or all(hi > lo for lo, hi, _ in mine)  # no empty part beside others
         merge = [m for m in plan.merges.tolist() if m[2] > 0 and m[0] == r]
         if len(mine) == 1:
-            assert mine[0][2] == -1 and not merge
+            assert (mine[0][2], merge) == (-1, [])
         else:
             assert merge[0][1:3] == [mine[0][2], len(mine)]
             assert [row for _, _, row in mine] == list(range(mine[0][2], mine[0][2] + len(mine)))
             rows += [row for _, _, row in mine]
-    assert len(set(rows)) == len(rows) and max(rows, default=-1) < plan.partial.shape[0]
+    assert len(set(rows)) == len(rows)
+    assert max(rows, default=-1) < plan.partial.shape[0]
     assert sum(m[2] > 0 for m in plan.merges.tolist()) <= plan.entries(len(lengths))
     sizes = [hi - lo for _, lo, hi, _ in items]
-    assert all(a >= b - block for a, b in zip(sizes, sizes[1:], strict=False))  # longest first, up to a tile
+    assert all(a >= b - block for a, b in pairwise(sizes))  # longest first, up to a tile
 
 
 def test_a_small_batch_is_cut_into_one_wave_and_a_full_one_only_at_its_end():
     plan = AttentionPlan(256, 16, POOL, POOL, processors=132)
-    assert 0.8 * plan.wave <= len(items_of(plan.update(torch.tensor([32768])), [32768])) <= plan.wave
-    at_once = int(plan.room)
+    assert 0.8 * plan.chip(1)[0] <= len(items_of(plan.update(torch.tensor([32768])), [32768])) <= plan.chip(1)[0]
+    at_once = int(plan.chip(1)[1])
     assert len(items_of(plan.update(torch.full((at_once,), 4096)), [4096] * at_once)) == at_once
     full = items_of(plan.update(torch.full((256,), 4096)), [4096] * 256)
     whole = sum(hi - lo == 4096 for _, lo, hi, _ in full)
-    assert 256 - 1.5 * plan.room < whole < 256
+    assert 256 - 1.5 * plan.chip(256)[1] < whole < 256
     assert full[0][2] - full[0][1] == 4096 > full[-1][2] - full[-1][1]
     uneven = [100] * 255 + [500_000]
     longest = max(hi - lo for _, lo, hi, _ in items_of(plan.update(torch.tensor(uneven)), uneven))
-    assert longest <= 1.1 * sum(uneven) / plan.room + plan.tiles.block_n
+    assert longest <= 1.1 * sum(uneven) / plan.chip(256)[1] + 64
+
+
+def test_a_plan_is_made_again_only_when_a_request_grew_by_a_tile():
+    plan = AttentionPlan(4, 4, POOL, POOL, processors=4).update(torch.tensor([700, 65]))
+    plan.items.fill_(99)
+    assert (plan.update(torch.tensor([701, 128])).items == 99).all()  # not written again
+    assert not (plan.update(torch.tensor([701, 129])).items[:, 0] == 99).any()
+    plan.items.fill_(99)
+    assert not (plan.update(torch.tensor([701, 129, 1])).items[:, 0] == 99).any()
 
 
 def test_update_says_what_it_cannot_plan():
@@ -105,5 +119,5 @@ def test_b64_tiles_are_never_smaller_than_the_tensor_cores_take(capability):
         for group in (1, 3, 16, 17, 24, 48, 128):
             for item_bytes in (1, 2, 4):
                 tiles = decode_tiles(capability, d, min(d, 512), group, item_bytes, d > 256)
-                assert tiles.block_h >= 16 and tiles.block_n >= 16 and head_blocks(d)[0] >= 16
+                assert min(tiles.block_h, tiles.block_n, head_blocks(d)[0]) >= 16
                 assert tiles.programs(group, 1) * tiles.block_h >= group

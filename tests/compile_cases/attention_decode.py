@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from compile_check import Case
+
 from minikv.attention.tiles import decode_tiles, head_blocks, power_of_two
 
 KERNEL = "minikv.attention.decode:decode_kernel"
@@ -72,37 +73,33 @@ ALL: dict[str, Any] = {"WINDOW": True, "CAP": True, "RULE": 1, "tensors": tuple(
 
 def cases() -> list[Case]:
     mla: dict[str, Any] = {"d": 576, "d_v": 512, "group": 128, "shared": True, "max_spill_bytes": 400}
-    listed = [
+    crowded = decode_tiles((9, 0), 128, 128, 4, 2, False).crowded
+    return [
         decode_case("plain 128"),
-        decode_case("all options 128", **ALL),
+        decode_case("crowded chip 128", tiles=crowded),
         decode_case("window 128", WINDOW=True),
         decode_case("cap 128", CAP=True),
         decode_case("sinks and lse 128", tensors=("items", "sinks", "lse")),
         decode_case("temperature 128", RULE=2, tensors=("items", "window_start")),
+        decode_case("all options 128", **ALL),
         decode_case("fixed splits 128", tensors=()),
-        decode_case("MHA 128", group=1),
         decode_case("group of 24", group=24),
         decode_case("d 64", d=64, group=3),
         decode_case("d 80", d=80),
         decode_case("d 192/128", d=192, d_v=128, group=16),
-        decode_case("d 256", d=256, group=8),
         decode_case("MLA 576/512", **mla),
         decode_case("MLA all options", **mla, **ALL),
-        decode_case("MLA 288/256", d=288, d_v=256, group=16, shared=True),
         decode_case("fp32 128", dtype="fp32"),
-        decode_case("fp32 64", d=64, dtype="fp32"),
         decode_case("fp8 pool 128", pool="fp8e4nv"),
         merge_case("merge 128", 128, 90),
         merge_case("merge 512", 512, 90, sinks=True, planned=False),
-    ]
-    for arch in (80, 86, 89):
-        listed += [decode_case(f"plain 128 sm{arch}", arch=arch), decode_case(f"MLA sm{arch}", arch=arch, **mla)]
-    listed += [
         decode_case("all options 128 sm80", arch=80, **ALL),
-        decode_case("fp32 128 sm86", arch=86, dtype="fp32"),
+        decode_case("d 64 sm80", d=64, arch=80),
+        decode_case("MLA sm80", arch=80, **mla),
+        decode_case("plain 128 sm86", arch=86),
+        decode_case("MLA sm86", arch=86, **mla),
         decode_case("fp8 pool 128 sm89", arch=89, pool="fp8e4nv"),
         decode_case("plain 64 sm75", d=64, arch=75, dtype="fp16"),
         decode_case("all options 128 sm75", arch=75, dtype="fp16", **ALL),
         merge_case("merge 128 sm75", 128, 75, "fp16"),
     ]
-    return listed
