@@ -111,8 +111,8 @@ def extend_attention(
     Two requests: one continues a prefix of 3 tokens with 2, one starts with 1. Scale 0 makes all weights equal.
 
     >>> q, k = torch.zeros(3, 1, 16), torch.zeros(3, 1, 16)
-    >>> v = torch.tensor([3.0, 4.0, 9.0])[:, None, None].expand(3, 1, 16)
-    >>> pool = torch.arange(8.0)[:, None, None].expand(8, 1, 16)
+    >>> v = torch.tensor([3.0, 4.0, 9.0])[:, None, None].repeat(1, 1, 16)
+    >>> pool = torch.arange(8.0)[:, None, None].repeat(1, 1, 16)
     >>> lists = torch.tensor([0, 2, 3]), torch.tensor([0, 3, 3]), torch.tensor([0, 1, 2])
     >>> extend_attention(q, k, v, pool, pool, *lists)[:, 0, 0].tolist()
     [1.5, 2.0, 9.0]
