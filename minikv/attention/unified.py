@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minikv._triton import tl, triton
-from minikv.attention import options
+from minikv.attention import options, torch_path
 from minikv.attention.extend import RULES
 from minikv.attention.inner import attend, find_request, head_columns, load_rows, row_factor, store_rows, tile_range
 from minikv.attention.tiles import capability_of, grid_places, head_blocks, power_of_two, unified_tiles
@@ -80,8 +80,6 @@ xai_temperature_len, xai_temperature_rule, page_size, max_extend_len, return_lse
         k_scale=k_scale, v_scale=v_scale, page_size=page_size, max_extend_len=max_extend_len, out=out,
     )  # fmt: skip
     if not use_triton(backend, q.device):
-        from minikv.attention import torch_path
-
         return torch_path.unified(*tensors, opts, return_lse=return_lse, out=out)
     refuse_interpreted_bf16(q=q, k_cache=k_cache)
     return launch_unified(*tensors, opts, max_extend_len, return_lse, out)

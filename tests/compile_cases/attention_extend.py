@@ -1,0 +1,128 @@
+"""Extend kernels, two-stage and unified: head shapes, each option alone and all together, on the chips readers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from compile_check import Case
+
+from minikv.attention.tiles import extend_tiles, head_blocks, power_of_two, unified_tiles
+
+TWO_STAGE, UNIFIED = "minikv.attention.extend:extend_kernel", "minikv.attention.unified:unified_kernel"
+MERGE = "minikv.attention.extend:merge_kernel"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+POINTERS = ("q", "k_cache", "v_cache", "out", "qo_indptr", "kv_indptr", "kv_indices")
+OPTIONAL = {"lse": "*fp32", "window_start": "*i64", "custom_mask": "*u8", "mask_indptr": "*i64", "sinks": "*fp32"}
+SCALARS = ("batch", "steps", "places", "group", "window", "temperature_len")
+STRIDES = ("qt", "qh", "ot", "oh")
+SPILLS = 96  # bytes that a kernel may spill: both counts together, 12 words of stores and of loads
+
+
+def extend_case(
+    name: str,
+    d: int = 128,
+    d_v: int | None = None,
+    dtype: str = "bf16",
+    arch: int = 90,
+    pool: str | None = None,
+    unified: bool = False,
+    tensors: tuple[str, ...] = (),
+    max_spill_bytes: int = SPILLS,
+    **options: Any,
+) -> Case:
+    """A kernel as its launcher would call it on a chip of this `arch`."""
+    d_v, pool = d_v or d, pool or dtype
+    tiles = (unified_tiles if unified else extend_tiles)(divmod(arch, 10), d, d_v, DTYPES[dtype])
+    block_d, block_tail = head_blocks(d)
+    constexprs: dict[str, Any] = {"D": d, "DV": d_v, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    constexprs |= {"BLOCK_D": block_d, "BLOCK_TAIL": block_tail, "BLOCK_DV": max(16, power_of_two(d_v))}
+    constexprs |= {"CAUSAL": True, "WINDOW": False, "CAP": False, "RULE": 0, "MASK": 0, "COMPACT": False}
+    constexprs |= {tensor: None for tensor in OPTIONAL if tensor not in tensors}
+    signature = {"q": f"*{dtype}", "k_cache": f"*{pool}", "v_cache": f"*{pool}", "out": f"*{dtype}"}
+    signature |= dict.fromkeys(("qo_indptr", "kv_indptr", "kv_indices"), "*i32")
+    signature |= {tensor: OPTIONAL[tensor] for tensor in tensors}
+    signature |= dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("scale", "v_scale", "cap"), "fp32")
+    strides = (*STRIDES, "kh", "vh")
+    pointers = POINTERS
+    if unified:
+        signature |= {"prefix_lens": "*i32"}
+        constexprs |= {"stride_k": 8 * d, "stride_v": 8 * d_v}
+    else:
+        pointers, strides = (*pointers, "k", "v"), (*strides, "kch", "vch")
+        signature |= {"k": f"*{dtype}", "v": f"*{dtype}", "tokens": "i32", "num_splits": "i32", "k_scale": "fp32"}
+        constexprs |= {"PREFIX": True, "SPLIT": False}
+        constexprs |= {"stride_kt": 8 * d, "stride_vt": 8 * d_v, "stride_kc": 8 * d, "stride_vc": 8 * d_v}
+        if tiles.descriptors and d_v == power_of_two(d_v):
+            signature["k_desc"] = f"tensordesc<{dtype}[{tiles.block_n},{block_d}]>"
+            signature["v_desc"] = f"tensordesc<{dtype}[{tiles.block_n},{d_v}]>"
+        else:
+            constexprs |= {"k_desc": None, "v_desc": None}
+        if options.get("SPLIT"):
+            signature["out"] = "*fp32"
+    signature |= {f"stride_{s}": "i32" for s in strides}
+    return Case(
+        name,
+        UNIFIED if unified else TWO_STAGE,
+        signature,
+        {**constexprs, **options},
+        pointers + tuple(f"stride_{s}" for s in strides),
+        (arch,),
+        tiles.num_warps,
+        tiles.num_stages,
+        max_spill_bytes,
+    )
+
+
+def merge_case(arch: int) -> Case:
+    signature = {"partial": "*fp32", "partial_lse": "*fp32", "out": "*bf16", "lse": "*fp32", "sinks": "*fp32"}
+    signature |= dict.fromkeys(("rows", "heads", "num_splits", "stride_ot", "stride_oh"), "i32")
+    constexprs = {"DV": 128, "BLOCK_R": 8, "BLOCK_DV": 128}
+    return Case("merge 128", MERGE, signature, constexprs, ("partial", "partial_lse", "out"), (arch,), 2)
+
+
+MASKS: dict[str, Any] = {"CAUSAL": False, "tensors": ("custom_mask", "mask_indptr")}
+ALL: dict[str, Any] = {"WINDOW": True, "CAP": True, "RULE": 1, "COMPACT": True}
+ALL |= {"tensors": ("lse", "window_start", "sinks")}
+
+
+def cases() -> list[Case]:
+    listed = [
+        extend_case("plain 128"),
+        extend_case("no prefix 128", PREFIX=False),
+        extend_case("all options 128", **ALL),
+        extend_case("all options 128, split", **ALL, SPLIT=True),
+        extend_case("not causal 128", CAUSAL=False),
+        extend_case("window 128", WINDOW=True),
+        extend_case("cap 128", CAP=True),
+        extend_case("temperature 128", RULE=2, tensors=("window_start",)),
+        extend_case("sinks and lse 128", tensors=("sinks", "lse")),
+        extend_case("custom mask 128", MASK=2, max_spill_bytes=2048, **MASKS),
+        extend_case("custom mask 128, prefix not read", MASK=1, max_spill_bytes=2048, **MASKS),
+        extend_case("fp8 pool 128", pool="fp8e4nv"),
+        extend_case("plain 64", d=64),
+        extend_case("plain 80", d=80),
+        extend_case("plain 192/128", d=192, d_v=128),
+        extend_case("plain 256", d=256),
+        extend_case("plain 576/512", d=576, d_v=512),
+        extend_case("fp32 64", d=64, dtype="fp32", PREFIX=False),
+        merge_case(90),
+    ]
+    for arch in (80, 90):
+        listed += [
+            extend_case(f"unified 128 sm{arch}", arch=arch, unified=True),
+            extend_case(f"unified all options 128 sm{arch}", arch=arch, unified=True, **ALL),
+            extend_case(f"unified 192/128 sm{arch}", arch=arch, d=192, d_v=128, unified=True),
+        ]
+    for d, d_v in ((64, 64), (80, 80), (128, 128), (192, 128), (576, 512)):
+        listed.append(extend_case(f"plain {d}/{d_v} sm80", d=d, d_v=d_v, arch=80))
+    for arch in (86, 89):
+        listed.append(extend_case(f"plain 128 sm{arch}", arch=arch))
+        listed.append(extend_case(f"unified 576/512 sm{arch}", arch=arch, d=576, d_v=512, unified=True))
+    listed += [
+        extend_case("all options 128 sm80", arch=80, **ALL),
+        extend_case("unified 256 sm86", arch=86, d=256, unified=True),
+        extend_case("unified 64 sm75", arch=75, d=64, dtype="fp16", unified=True),
+        extend_case("no prefix 128 sm75", arch=75, dtype="fp16", PREFIX=False),
+    ]
+    return listed
