@@ -33,7 +33,7 @@ def temperature(q_pos, length, RULE: tl.constexpr):
     if RULE == 1:
         return tl.where(q_pos > length, tl.log2(pos) / tl.log2(start), 1.0)
     elif RULE == 2:
-        return tl.where(q_pos >= length, start / (q_pos + 1).to(tl.float32), 1.0)
+        return tl.where(q_pos >= length, start / (tl.maximum(q_pos, 0) + 1).to(tl.float32), 1.0)
     else:
         return tl.where(q_pos >= 0, 1.0, 1.0)
 
