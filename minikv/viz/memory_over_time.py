@@ -11,7 +11,7 @@ from minikv.viz.style import Drawing
 
 PARTS = {
     "used": ("tokens written", style.OKABE_ITO["blue"], ""),
-    "internal": ("internal waste: the rest of a last page", style.OKABE_ITO["sky"], "///"),
+    "internal": ("internal waste: held, never written", style.OKABE_ITO["sky"], "///"),
     "reserved": ("reserved, not written yet", style.OKABE_ITO["orange"], "\\\\\\"),
     "external": ("external waste: holes too small for the next request", style.OKABE_ITO["purple"], "xxx"),
 }
