@@ -10,10 +10,34 @@ import os
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from minikv import LLM, SamplingParams
+from minikv.engine.sampler import uniforms
 
 SYSTEM = list(b"You answer in bytes. ")
+
+
+def margin_of(alone: LLM, tokens: list[int], params: SamplingParams, index: int) -> float:
+    """How close the choice of the next token was, in float64: the two best logits, or the draw to the nearest border.
+
+    Batches of other sizes round their logits differently (about 1e-7), so a choice this close may fall either way.
+    """
+    seen: list[torch.Tensor] = []
+    forward = alone._forward
+    alone._forward = lambda batch: seen.append(forward(batch)) or seen[-1]
+    alone.generate([tokens], SamplingParams(max_tokens=1, temperature=0))
+    alone._forward = forward
+    logits = seen[-1][0].double()
+    if params.temperature == 0:
+        best = logits.topk(2).values
+        return float(best[0] - best[1])
+    p = torch.softmax(logits / params.temperature, -1)
+    ranked, order = p.sort(descending=True)
+    before = ranked.cumsum(0) - ranked
+    kept = torch.zeros_like(p).index_put((order,), (before < params.top_p).double()) * p
+    u = float(uniforms([params.seed], [index])[0])
+    return min(float((kept.cumsum(0) / kept.sum() - u).abs().min()), float((before - params.top_p).abs().min()))
 
 
 class Client:
@@ -25,7 +49,7 @@ class Client:
         self.asked: dict[int, tuple[list[int], SamplingParams, int]] = {}  # id -> prompt, params, turn
         self.heard: dict[int, list[int]] = {}
         self.ended: dict[int, object] = {}
-        self.malformed = self.sent = 0
+        self.malformed = self.sent = self.ties = 0
 
     def ask(self, history: list[int], turn: int) -> None:
         if self.left == 0:
@@ -73,10 +97,15 @@ class Client:
             assert out.token_ids == self.heard[id]
             assert out.finish_reason in ("stop", "length", "abort"), out
             want = alone.generate([prompt], params)[0]
-            if out.finish_reason == "abort":
-                assert out.token_ids == want.token_ids[: len(out.token_ids)]
-            else:
-                assert (out.token_ids, out.text, out.finish_reason) == (want.token_ids, want.text, want.finish_reason)
+            cut = len(out.token_ids) if out.finish_reason == "abort" else None
+            if out.token_ids != want.token_ids[:cut]:
+                differ = [x != y for x, y in zip(out.token_ids, want.token_ids, strict=False)].index(True)
+                margin = margin_of(alone, [*prompt, *want.token_ids[:differ]], params, differ)
+                assert margin < 1e-5, f"request {id}, token {differ}: no rounding explains this ({margin:.1e})"
+                self.ties += 1
+            elif cut is None:
+                assert (out.text, out.finish_reason) == (want.text, want.finish_reason)
+        assert self.ties <= 1 + len(self.ended) // 500
         llm.cache.check(owned=())
         assert llm.allocator.available_size() + llm.cache.evictable_size == llm.allocator.size
         assert llm.table.available_size() == llm.table.max_requests
@@ -109,7 +138,10 @@ def test_random_traffic_on_a_real_decoder(mix, alone):
 @pytest.mark.timeout(1800 if "MINIKV_LOAD" in os.environ else 300)
 def test_load_of_conversations_loses_nothing(alone):
     requests = int(os.environ.get("MINIKV_LOAD", "200"))
-    llm = LLM("tiny", device="cpu", kv_tokens=max(400, requests * 4), page_size=4, max_requests=24, chunk_tokens=128)
+    llm = LLM(
+        "tiny", device="cpu", kv_tokens=requests * 2, page_size=4, max_requests=requests // 8, chunk_tokens=requests
+    )
+    llm.scheduler.ratio = 0.1  # promise little, so that too many are admitted and some must be retracted
     client = Client(llm, seed=0, requests=requests, turns=5, most_tokens=16)
     rss: dict[str, int] = {}
 
@@ -118,7 +150,7 @@ def test_load_of_conversations_loses_nothing(alone):
             rss["now"] = psutil.Process().memory_info().rss
             rss.setdefault("quarter", rss["now"])
 
-    client.run(at_once=40, watch=watch)
+    client.run(at_once=requests // 5, watch=watch)
     client.check(alone)
     assert client.malformed == requests // 100
     assert rss["now"] - rss["quarter"] < 50 * 2**20
@@ -126,6 +158,7 @@ def test_load_of_conversations_loses_nothing(alone):
     assert sum(stats.requests.values()) == requests
     assert stats.requests["error"] == 0
     assert stats.evicted_tokens > 0
+    assert stats.retractions > 0 or requests > 200  # among hundreds of rows what is promised too little averages out
     assert stats.cached_tokens > stats.prompt_tokens // 4
     trace = sum(len(client.asked[id][0]) + len(tokens) for id, tokens in client.heard.items())
     assert llm.allocator.size <= trace / 10
