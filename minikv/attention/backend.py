@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minikv.attention import torch_path
-from minikv.attention.indices import build_kv_indices, to_device
+from minikv.attention.indices import build_kv_indices, lay_out_rows, to_device
 from minikv.attention.options import Options, check_unified
 from minikv.attention.padding import Rectangle
 from minikv.device import use_triton
@@ -124,13 +124,28 @@ class AttentionBackend:
             int64 [n] on the device: where each new key and value goes.
         """
         self._begin(self.decode, out_slots, rows.shape[0])
-        self._seq_lens = seq_lens
         if self.backend == "triton":
-            if rows.shape[0] > self.max_requests:
-                raise ArgumentError("rows", rows.shape[0], f"this backend decodes up to {self.max_requests} at once")
-            for plan in self._plans.values():
-                plan.update(seq_lens)
+            self.plan_decode(seq_lens)
         self._lists = build_kv_indices(self.table.table, rows, seq_lens, out=self._buffers, backend=self.backend)
+
+    def plan_decode(self, seq_lens: Tensor) -> None:
+        """The host's part of a Triton decode step: refill the plans for these lengths (int64 [n] on the CPU)."""
+        if seq_lens.shape[0] > self.max_requests:
+            raise ArgumentError("rows", seq_lens.shape[0], f"this backend decodes up to {self.max_requests} at once")
+        self._seq_lens = seq_lens
+        for plan in self._plans.values():
+            plan.update(seq_lens)
+
+    def begin_decode_static(self, rows: Tensor, kv_indptr: Tensor, out_slots: Tensor) -> None:
+        """The device's part, which a graph captures: rows [n], kv_indptr [n + 1] and out_slots [n] are its inputs.
+
+        The host reads no length here. ``plan_decode`` with the same lengths goes before each replay.
+        """
+        if self._buffers is None:
+            raise StateError("begin_decode_static: PyTorch attention plans on the host; use attention='triton'")
+        self._begin(self.decode, out_slots, rows.shape[0])
+        lay_out_rows(self.table.table, rows, kv_indptr, self._buffers[1], self.table.table.shape[1])
+        self._lists = kv_indptr, self._buffers[1]
 
     def _begin(self, forward: Callable[..., Tensor], out_slots: Tensor, tokens: int) -> None:
         if out_slots.shape != (tokens,):

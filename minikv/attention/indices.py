@@ -70,14 +70,19 @@ def build_kv_indices(
     staged_rows = staged[n + 1 :]
     if use_triton(backend, device):
         if total:
-            grid = (n, triton.cdiv(longest, BLOCK))
-            _copy_rows_kernel[grid](table, staged_rows, indptr, indices, table.stride(0), BLOCK=BLOCK)
+            lay_out_rows(table, staged_rows, indptr, indices, longest)
         return indptr, indices
     counts = lens.to(device)
     first = torch.repeat_interleave(staged[:n], counts, output_size=total)
     row = torch.repeat_interleave(staged_rows, counts, output_size=total)
     indices.copy_(table[row, torch.arange(total, device=device) - first])
     return indptr, indices
+
+
+def lay_out_rows(table: Tensor, rows: Tensor, kv_indptr: Tensor, kv_indices: Tensor, longest: int) -> None:
+    """The launch alone: `rows` [n] and `kv_indptr` [n + 1] lie on the device, no request is longer than `longest`."""
+    grid = (rows.shape[0], triton.cdiv(longest, BLOCK))
+    _copy_rows_kernel[grid](table, rows, kv_indptr, kv_indices, table.stride(0), BLOCK=BLOCK)
 
 
 @triton.jit

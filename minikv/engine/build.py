@@ -9,7 +9,7 @@ import torch
 
 from minikv.device import default_dtype
 from minikv.engine.batch import Batch
-from minikv.errors import ArgumentError, StateError
+from minikv.errors import ArgumentError
 from minikv.memory import KVPool, MLAPool, plan_size
 from minikv.models import ModelConfig
 
@@ -106,20 +106,12 @@ class EagerRunner:
 def pick_runner(graphs: Any, step: Callable[[Batch], torch.Tensor], **parts: Any) -> Any:
     """The decode runner that ``graphs=`` asks for; eager where graphs are not to be had and "auto" leaves the choice.
 
-    A graph runner comes from ``minikv.graphs.decode_runner(step=, choice=, **parts)``, which returns None to decline.
+    A graph's "greedy" variant gives tokens, int64 `[requests]`, in place of logits.
     """
     if graphs not in ("auto", True, False):
         raise ArgumentError("graphs", graphs, "use 'auto', True or False")
-    if graphs is not False:
-        try:
-            from minikv.graphs import decode_runner  # type: ignore[attr-defined]
-        except ImportError as e:
-            if graphs is True:
-                raise StateError(
-                    "graphs=True: this installation has no graph runner; use graphs='auto' or False"
-                ) from e
-        else:
-            runner = decode_runner(step=step, choice=graphs, **parts)
-            if runner is not None:
-                return runner
-    return EagerRunner(step)
+    if graphs is False:
+        return EagerRunner(step)
+    from minikv.graphs import decode_runner
+
+    return decode_runner(choice=graphs, **parts) or EagerRunner(step)

@@ -19,7 +19,7 @@ from minikv.engine.events import EventLog
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
 from minikv.engine.request import Delta, Output, Request, State
-from minikv.engine.sampler import Sampler
+from minikv.engine.sampler import Sampled, Sampler
 from minikv.engine.scheduler import Scheduler
 from minikv.engine.stats import Stats
 from minikv.engine.text import TextStream
@@ -124,8 +124,9 @@ class LLM:
         )  # fmt: skip
         self.sampler = Sampler()
         self.runner = pick_runner(
-            graphs, self._decode_step, decoder=self.decoder, attention=self.attention, max_requests=max_requests
-        )
+            graphs, self._decode_step, decoder=self.decoder, attention=self.attention, max_requests=max_requests,
+            progress=progress,
+        )  # fmt: skip
         self._ids = itertools.count(1)
         self._news: deque[Delta] = deque()  # for step(): deltas of requests that add() took
 
@@ -245,7 +246,9 @@ class LLM:
             return self._deliver([])
         try:
             with torch.inference_mode():
-                sampled = self.sampler(self._forward(batch), batch.sampled)
+                out = self._forward(batch)
+                chosen = not out.is_floating_point()  # a graph's greedy step gives tokens, all others give logits
+                sampled = Sampled(out.tolist()) if chosen else self.sampler(out, batch.sampled)
         except BaseException:  # an interrupt, or no memory: the requests of this step will run it again
             self.scheduler.rollback()
             raise
@@ -253,7 +256,7 @@ class LLM:
         self._deliver(batch.sampled)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """Logits `[len(batch.sampled), vocab]`."""
+        """Logits `[len(batch.sampled), vocab]`, or the tokens that a graph chose."""
         if batch.kind == "decode":
             return self.runner(batch, self.sampler.variant(batch.sampled))
         self.attention.begin_extend(batch.rows, batch.prefix_lens, batch.seq_lens, batch.out_slots)

@@ -1,0 +1,23 @@
+"""Graph runners: a decode step recorded or compiled once per batch size, and run again without its host work."""
+
+from minikv.graphs.buckets import capture_batch_sizes
+from minikv.graphs.buffers import Buffer, Padding, Stage, rule, staged
+from minikv.graphs.compiled import CompiledRunner
+from minikv.graphs.cuda import CudaGraphRunner
+from minikv.graphs.decode import decode_runner
+from minikv.graphs.runner import Counters, GraphRunner, Hidden
+
+__all__ = [
+    "Buffer",
+    "CompiledRunner",
+    "Counters",
+    "CudaGraphRunner",
+    "GraphRunner",
+    "Hidden",
+    "Padding",
+    "Stage",
+    "capture_batch_sizes",
+    "decode_runner",
+    "rule",
+    "staged",
+]

@@ -1,0 +1,176 @@
+"""The inputs of a captured step: memory whose address never changes, and what its unused rows hold.
+
+A graph of 8 rows that serves 5 requests computes 3 rows for nobody. What those read and write must be harmless, and
+must not be what a larger batch left there: every buffer names its rule (:class:`Padding`), and one loop applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minikv.errors import ArgumentError
+
+
+class Padding(Enum):
+    """What a padded row of a buffer holds.
+
+    ``ZERO``: token 0, position 0, out slot 0 (page 0, which belongs to nobody). ``FILL``: a value that says "nobody",
+    such as a state slot of -1 or the shortest length. ``RESERVED``: the index of a row kept for padding, such as table
+    row 0 or the last row of a state that padding writes to. ``KEEP``: not one row per request; what the batch does not
+    bring stays as it is.
+    """
+
+    ZERO = "zero"
+    FILL = "fill"
+    RESERVED = "reserved"
+    KEEP = "keep"
+
+
+class Stage:
+    """Integer vectors that the host fills each step, in one block: one copy to the device, which nobody waits for.
+
+    On CUDA there are two pinned blocks, used in turn, so that the copy of the step before may still be under way. On
+    the CPU the block itself is filled.
+    """
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.block = torch.zeros(length, dtype=torch.int64, device=device)
+        on_cuda = device.type == "cuda"
+        self.hosts = [torch.zeros(length, dtype=torch.int64, pin_memory=True) for _ in range(2)] if on_cuda else []
+        self._copied = [torch.cuda.Event() for _ in self.hosts]
+
+    @property
+    def host(self) -> Tensor:
+        """The block to fill now."""
+        return self.hosts[0] if self.hosts else self.block
+
+    def turn(self) -> None:
+        """Begin a step: take the block whose copy is older."""
+        if self.hosts:
+            self.hosts.reverse()
+            self._copied.reverse()
+            self._copied[0].synchronize()
+
+    def send(self) -> None:
+        """Copy the filled block to the device."""
+        if self.hosts:
+            self.block.copy_(self.hosts[0], non_blocking=True)
+            self._copied[0].record()
+
+
+@dataclass
+class Buffer:
+    """One static input of a step.
+
+    Attributes
+    ----------
+    tensor
+        ``[rows * per_row + extra, ...]`` on the device of the step.
+    padding, fill
+        What unused rows hold.
+    per_row
+        Entries of a request (tokens of a verified draft, say).
+    extra
+        Entries beyond the rows: 1 for an index pointer.
+    stage, offset
+        The block that `tensor` is cut from, for a buffer that the host fills.
+    """
+
+    tensor: Tensor
+    padding: Padding = Padding.ZERO
+    fill: float = 0
+    per_row: int = 1
+    extra: int = 0
+    stage: Stage | None = None
+    offset: int = 0
+    _used: int = field(default=0, repr=False)  # entries that hold something other than padding
+
+    def __post_init__(self) -> None:
+        if self.padding is Padding.ZERO and self.fill != 0:
+            raise ArgumentError("fill", self.fill, "is for Padding.FILL and Padding.RESERVED; Padding.ZERO fills 0")
+        if self.padding is not Padding.KEEP:
+            for block in (self.tensor, *(() if self.stage is None else map(self._part, self.stage.hosts))):
+                block.fill_(self.fill)
+
+    @property
+    def rows(self) -> int:
+        """Requests that it holds."""
+        return (self.tensor.shape[0] - self.extra) // self.per_row
+
+    @property
+    def host(self) -> Tensor:
+        """Where the host writes: pinned memory of a staged buffer, else the tensor itself."""
+        return self.tensor if self.stage is None else self._part(self.stage.host)
+
+    def _part(self, block: Tensor) -> Tensor:
+        return block[self.offset : self.offset + self.tensor.shape[0]]
+
+    def view(self, rows: int, on_host: bool = False) -> Tensor:
+        """The part that a step of so many rows reads; all of a ``KEEP`` buffer that has no `extra`."""
+        whole = self.host if on_host else self.tensor
+        return whole if self.padding is Padding.KEEP and not self.extra else whole[: rows * self.per_row + self.extra]
+
+    def load(self, value: Any, rows: int) -> None:
+        """Write the entries of a batch, and padding over all that an earlier one left, up to `rows` and beyond."""
+        target = self.host
+        used = 0 if value is None else value.shape[0]
+        if used:
+            target[:used].copy_(value, non_blocking=True)
+        if self.padding is not Padding.KEEP:
+            stop = target.shape[0] if self.stage else max(rows * self.per_row, self._used)
+            if used < stop:
+                target[used:stop].fill_(self.fill)
+            self._used = used
+
+    def like(self, rows: int) -> Buffer:
+        """One of the same kind for another number of rows."""
+        length, device = rows * self.per_row + self.extra, self.tensor.device
+        if self.padding is Padding.KEEP and not self.extra:
+            return self
+        if self.stage is not None:
+            stage = Stage(length, device)
+            return Buffer(stage.block, self.padding, self.fill, self.per_row, self.extra, stage)
+        tensor = torch.zeros(length, *self.tensor.shape[1:], dtype=self.tensor.dtype, device=device)
+        return Buffer(tensor, self.padding, self.fill, self.per_row, self.extra)
+
+
+def staged(rows: int, device: torch.device | str, rules: Mapping[str, Buffer]) -> dict[str, Buffer]:
+    """Buffers of int64 that share one :class:`Stage`.
+
+    Parameters
+    ----------
+    rows
+        Requests that each holds.
+    device
+        Of the step.
+    rules
+        Name and :func:`rule` of each.
+
+    Examples
+    --------
+    >>> made = staged(4, "cpu", {"token_ids": rule(), "seq_lens": rule(Padding.FILL, 1)})
+    >>> made["seq_lens"].load(torch.tensor([7, 9]), rows=4)
+    >>> made["seq_lens"].view(4).tolist()
+    [7, 9, 1, 1]
+    """
+    lengths = [rows * r.per_row + r.extra for r in rules.values()]
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + -(-length // 16) * 16)  # each on its own 128 bytes
+    stage = Stage(starts[-1], torch.device(device))
+    made = {}
+    for (name, r), start, length in zip(rules.items(), starts, lengths, strict=False):
+        part = stage.block[start : start + length]
+        made[name] = Buffer(part, r.padding, r.fill, r.per_row, r.extra, stage, start)
+    return made
+
+
+def rule(padding: Padding = Padding.ZERO, fill: float = 0, per_row: int = 1, extra: int = 0) -> Buffer:
+    """A buffer without memory, for :func:`staged`."""
+    return Buffer(torch.empty(extra, dtype=torch.int64), padding, fill, per_row, extra)

@@ -1,0 +1,122 @@
+"""The same interface over ``torch.compile``: one compiled function per batch size, on CPU and GPU."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from minikv.graphs.buffers import Buffer
+from minikv.graphs.runner import GraphRunner, Hidden
+
+
+class CompiledRunner(GraphRunner):
+    """Compiles a size and variant when it first comes (``compile_all`` does so beforehand).
+
+    Shapes are fixed, so that loops have known lengths; a batch is padded to a captured size as in a graph.
+    ``stats.captures`` counts compiled graphs. When compiling fails (no C++ compiler, say), a warning says what to try
+    and every step runs eagerly.
+
+    Parameters
+    ----------
+    step, buffers, batch_sizes, options
+        As for :class:`GraphRunner`.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        buffers: Mapping[str, Buffer | Tensor],
+        batch_sizes: Iterable[int],
+        **options: Any,
+    ) -> None:
+        super().__init__(step, buffers, batch_sizes, **options)
+        self._count = len(self.sizes) * len(self.variants)
+        self._compiled: Callable[..., Any] | None = compiled(self.run_step, self._count, self._on_graph)
+
+    def compile_all(self) -> None:
+        """Compile every size and variant now, largest first."""
+        for size in reversed(self.sizes):
+            for variant in self.variants:
+                self(None, variant, size=size)
+
+    def _on_graph(self) -> None:
+        self.stats["captures"] += 1
+
+    def _ready(self, variant: str, size: int) -> bool:
+        return self._compiled is not None
+
+    def _replay(self, variant: str, size: int, inputs: dict[str, Tensor]) -> Any:
+        if self._compiled is not None:
+            try:
+                return self._compiled(inputs, variant, self.hidden)
+            except Exception as e:
+                if not _from_compiler(e):
+                    raise
+                self._compiled = None
+                self.stats.update(replays=self.stats.replays - 1, eager=self.stats.eager + 1)
+                warnings.warn(
+                    f"compiling {variant} × {size} failed, so every step runs eagerly: {type(e).__name__}: "
+                    f"{str(e)[:500]}\nTry (1) installing a C++ compiler (g++ or clang) if none is found; (2) emptying "
+                    "torch's cache (TORCHINDUCTOR_CACHE_DIR); (3) graphs=False, which shows whether the step itself "
+                    "fails.",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+        return self.run_step(inputs, variant, self.hidden)
+
+    def _capture(self, hidden: Hidden) -> None:
+        self.hidden = hidden
+        raise_recompile_limit(self._count)
+
+
+def compiled(
+    function: Callable[..., Any], graphs: int, on_graph: Callable[[], None] = lambda: None
+) -> Callable[..., Any]:
+    """``torch.compile(function, dynamic=False)`` with room for so many graphs more, and right where Inductor is not.
+
+    On the CPU Inductor (torch 2.13, pytorch/pytorch#198270) fuses an indexed in-place store with later reads of other
+    positions of the same tensor, and computes wrong numbers silently. A graph with such a store is compiled without
+    fusion.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    raise_recompile_limit(graphs)
+
+    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        on_graph()
+        return compile_fx(graph, inputs, config_patches={"max_fusion_size": 1} if stores_by_index(graph) else {})
+
+    return torch.compile(function, dynamic=False, backend=backend)
+
+
+def raise_recompile_limit(graphs: int) -> None:
+    """Dynamo stops compiling a function after some shapes and then runs it eagerly without a word; let it go on."""
+    config: Any = torch._dynamo.config  # type: ignore[attr-defined]
+    config.recompile_limit += graphs
+    config.accumulated_recompile_limit += graphs
+
+
+def stores_by_index(graph: fx.GraphModule) -> bool:
+    """Whether a traced graph writes into a tensor at places that an index tensor names."""
+
+    def name(node: fx.Node) -> str:
+        if node.op == "call_method":
+            return str(node.target)
+        return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+    words = ("index_", "scatter", "put")
+    return any(
+        node.target is operator.setitem or any(word in name(node) for word in words)
+        for part in graph.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+    )
+
+
+def _from_compiler(e: BaseException) -> bool:
+    return type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))

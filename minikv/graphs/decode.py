@@ -1,0 +1,151 @@
+"""The engine's decode step as a graph: token ids in, tokens (or logits) out, nothing built on the way.
+
+All integers of a step lie in one staged block: token ids, positions, table rows, lengths and where each request's slots
+begin. The slot lists are laid out by the graph itself from the request table, so the host sends that block and the
+attention plan, and replays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from minikv.attention import AttentionBackend, LayerAttention
+from minikv.errors import StateError
+from minikv.graphs.buckets import PADDED, capture_batch_sizes
+from minikv.graphs.buffers import Buffer, Padding, rule, staged
+from minikv.graphs.compiled import CompiledRunner
+from minikv.graphs.cuda import CudaGraphRunner
+from minikv.graphs.runner import GraphRunner
+
+VARIANTS = ("greedy", "sample")
+"""``greedy`` gives tokens, int64 [n] (-1: no finite maximum in the logits); ``sample`` gives logits, [n, vocab]."""
+
+
+def decode_runner(
+    *, choice: Any, decoder: Any, attention: AttentionBackend, max_requests: int, progress: bool = True
+) -> GraphRunner | None:
+    """The runner of an engine's decode batches; None where ``graphs="auto"`` rather decodes eagerly.
+
+    Parameters
+    ----------
+    choice
+        ``"auto"`` (graphs on CUDA with Triton attention) or True (and ``torch.compile`` on the CPU).
+    decoder, attention
+        The model, and the attention backend over its pool.
+    max_requests
+        Largest batch.
+
+    Raises
+    ------
+    StateError
+        For True on CUDA with PyTorch attention, which reads lengths on the host in every layer.
+    """
+    on_cuda = attention.device.type == "cuda"
+    if attention.backend != "triton" if on_cuda else choice == "auto":
+        if choice == "auto":
+            return None
+        raise StateError("graphs=True: attention='torch' cannot be captured on CUDA; use attention='triton' or 'auto'")
+    beyond = range(PADDED[-1] + 32, max_requests + 32, 32)
+    sizes = capture_batch_sizes(max_requests, sizes=[*PADDED, *beyond] if beyond else None)
+    step = CapturedDecode(decoder, attention) if on_cuda else CompiledDecode(decoder, attention)
+    make = CudaGraphRunner if on_cuda else CompiledRunner
+    options: dict[str, Any] = {"variants": VARIANTS, "prepare": step.prepare, "watch": step.watched}
+    return make(step, decode_buffers(max_requests, attention.device), sizes, progress=progress, **options)
+
+
+def decode_buffers(rows: int, device: torch.device) -> dict[str, Buffer]:
+    """The inputs of a decode step, named as in the engine's batches; ``kv_indptr`` [rows + 1] follows from lengths."""
+    rules = {
+        "token_ids": rule(),
+        "positions": rule(),
+        "rows": rule(Padding.RESERVED, 0),
+        "seq_lens": rule(Padding.FILL, 1),
+        "kv_indptr": rule(Padding.KEEP, extra=1),
+    }
+    return {
+        **staged(rows, device, rules),
+        "out_slots": Buffer(torch.zeros(rows, dtype=torch.int64, device=device)),
+    }
+
+
+class CapturedDecode:
+    """A decode step for CUDA graphs, by Triton attention."""
+
+    def __init__(self, decoder: Any, attention: AttentionBackend) -> None:
+        self.decoder, self.attention = decoder, attention
+
+    def prepare(self, host: dict[str, Tensor], size: int) -> None:
+        """What the host works out before each replay: where slot lists begin, and the attention plan."""
+        torch.cumsum(host["seq_lens"], 0, out=host["kv_indptr"][1:])
+        self.attention.plan_decode(host["seq_lens"])
+
+    def __call__(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
+        self.attention.begin_decode_static(inputs["rows"], inputs["kv_indptr"], inputs["out_slots"])
+        return choose(self.decoder(inputs["token_ids"], inputs["positions"], self.attention), variant)
+
+    def watched(self) -> dict[str, Tensor]:
+        """Weights and pool: a graph has their addresses, too."""
+        layers = range(self.attention.pool.num_layers)
+        return {
+            **dict(self.decoder.named_parameters()),
+            **{f"pool.k({i})": self.attention.pool.k(i) for i in layers},
+            "table": self.attention.table.table,
+        }
+
+
+class CompiledDecode(CapturedDecode):
+    """A decode step for ``torch.compile``: attention is one opaque operation, so the model is one graph.
+
+    Inductor sees neither the pool nor how it is stored to and read, and cannot reorder either.
+    """
+
+    def __init__(self, decoder: Any, attention: AttentionBackend) -> None:
+        super().__init__(decoder, attention)
+        self.opaque = OpaqueAttention(attention, [layer.self_attn.options for layer in decoder.layers])
+
+    def prepare(self, host: dict[str, Tensor], size: int) -> None:
+        """Lengths are on the host anyway: the batch begins here."""
+        self.attention.begin_decode(host["rows"], host["seq_lens"], host["out_slots"])
+
+    def __call__(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
+        return choose(self.decoder(inputs["token_ids"], inputs["positions"], self.opaque), variant)
+
+
+def choose(logits: Tensor, variant: str) -> Tensor:
+    """Logits as they are, or the first maximum of each row."""
+    if variant != "greedy":
+        return logits
+    best, first = logits.max(dim=-1)
+    return first.masked_fill(~torch.isfinite(best), -1)
+
+
+class OpaqueAttention:
+    """An attention backend behind one operation that ``torch.compile`` does not look into."""
+
+    def __init__(self, backend: AttentionBackend, options: list[LayerAttention]) -> None:
+        self.backend, self.options, self.number = backend, options, next(_numbers)
+        _backends[self.number] = self
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: LayerAttention) -> Tensor:
+        """As ``AttentionBackend.forward``; the options are those that the layer had when this was made."""
+        return _attend(q, k, v, self.number, layer)
+
+
+_numbers = itertools.count()
+_backends: WeakValueDictionary[int, OpaqueAttention] = WeakValueDictionary()
+
+
+@torch.library.custom_op("minikv::attend", mutates_args=())
+def _attend(q: Tensor, k: Tensor, v: Tensor, backend: int, layer: int) -> Tensor:
+    opaque = _backends[backend]
+    return opaque.backend.forward(layer, q, k, v, opaque.options[layer]).contiguous()
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, backend: int, layer: int) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])

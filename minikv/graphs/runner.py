@@ -1,0 +1,269 @@
+"""One interface for a step that is replayed, compiled or simply run; callers need not know which it was.
+
+A step is a function of static buffers. Running it once per batch size and keeping what it launched spares the host all
+the work of launching (CUDA Graphs; SGLang's and vLLM's graph runners), but freezes addresses and shapes: batches are
+written into the buffers, padded to a captured size, and cut back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from minikv.errors import ArgumentError
+from minikv.graphs.buckets import pick_size
+from minikv.graphs.buffers import Buffer, Padding
+
+
+class Hidden(IntEnum):
+    """Which hidden states a step returns beside its output: none, those of each request's last token, or all."""
+
+    NULL = 0
+    LAST = 1
+    FULL = 2
+
+
+class Counters(dict[str, int]):
+    """Counters of a runner; ``stats.replays`` is ``stats["replays"]``.
+
+    ``replays`` and ``eager`` count calls, ``captures`` graphs made, ``padded_rows`` rows computed for nobody, and
+    ``graph_bytes`` is the device memory that graphs hold now.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(replays=0, eager=0, captures=0, padded_rows=0, graph_bytes=0)
+
+    def __getattr__(self, name: str) -> int:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class GraphRunner:
+    """What all runners share: buckets, padding, cutting back, fallback and counters.
+
+    Parameters
+    ----------
+    step
+        ``step(inputs, variant) -> output``: `inputs` are views of the buffers, by name, cut to the size that runs; the
+        output is a tensor or a nest of tensors whose first dimension counts requests (or tokens). Asked for hidden
+        states, ``step(inputs, variant, hidden) -> (output, hidden states)``.
+    buffers
+        Name -> :class:`Buffer`. A bare tensor pads with 0, one named ``seq_lens`` with `tokens_per_row`.
+    batch_sizes
+        Sizes to capture; see ``capture_batch_sizes``.
+    variants
+        Names of the step's versions (ways of sampling, with and without cross-attention): each size has all of them.
+    tokens_per_row
+        Tokens of each request in a step: 1 in decoding, the draft's length in verification.
+    padding
+        Whether a batch may run in a larger size.
+    prepare
+        ``prepare(host, size)``, called before each step with the padded inputs where the host can read them: what is
+        planned outside the graph. May fill ``KEEP`` buffers.
+    state
+        Tensors that a step changes (recurrent, sampler, grammar); capturing puts back what they held.
+    watch
+        Gives further tensors whose addresses matter (weights, pools), for `debug`.
+    hidden
+        Hidden states that the graphs return from the start.
+    debug
+        Before each replay compare the addresses of all inputs with those at capture.
+    progress
+        Show a bar while capturing.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        buffers: Mapping[str, Buffer | Tensor],
+        batch_sizes: Iterable[int],
+        *,
+        variants: Sequence[str] = ("greedy",),
+        tokens_per_row: int = 1,
+        padding: bool = True,
+        prepare: Callable[[dict[str, Tensor], int], None] | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        watch: Callable[[], Mapping[str, Tensor]] = dict,
+        hidden: Hidden = Hidden.NULL,
+        debug: bool = False,
+        progress: bool = True,
+    ) -> None:
+        self.step, self.prepare, self.padding, self.tokens_per_row = step, prepare, padding, tokens_per_row
+        self.variants, self.sizes = tuple(variants), sorted({int(size) for size in batch_sizes})
+        self.state, self.watch, self.hidden = dict(state or {}), watch, hidden
+        self.debug, self.progress = debug, progress
+        if not self.variants or tokens_per_row < 1 or (self.sizes and self.sizes[0] < 1):
+            value = (self.variants, tokens_per_row, self.sizes)
+            raise ArgumentError(
+                "variants, tokens_per_row, batch_sizes", value, "need a name, and numbers of at least 1"
+            )
+        self.buffers = {name: b if isinstance(b, Buffer) else self._usual(name, b) for name, b in buffers.items()}
+        per_request = [b for b in self.buffers.values() if b.padding is not Padding.KEEP]
+        if not per_request:
+            raise ArgumentError("buffers", list(self.buffers), "must hold at least one that has a row per request")
+        self.rows = min(b.rows for b in per_request)
+        if self.sizes and self.sizes[-1] > self.rows:
+            raise ArgumentError("batch_sizes", self.sizes, f"the buffers hold {self.rows} rows; make them larger")
+        self.device = per_request[0].tensor.device
+        self.stats = Counters()
+        self._range: Any = torch.cuda.nvtx.range if self.device.type == "cuda" else nullcontext
+
+    def _usual(self, name: str, tensor: Tensor) -> Buffer:
+        lengths = name == "seq_lens"
+        return Buffer(tensor, Padding.FILL, self.tokens_per_row) if lengths else Buffer(tensor)
+
+    def bucket(self, batch_size: int) -> int | None:
+        """The size that a batch runs in; None when it runs eagerly."""
+        return pick_size(self.sizes, batch_size, self.padding)
+
+    def can_run(self, batch_size: int) -> bool:
+        """Whether a batch of this size is replayed."""
+        return (size := self.bucket(batch_size)) is not None and all(self._ready(v, size) for v in self.variants)
+
+    def agree(self, batch_sizes: Sequence[int]) -> int | None:
+        """The size in which several ranks with these batches all replay, or None: then all run eagerly."""
+        size = self.bucket(max(batch_sizes))
+        return size if self.padding or all(n in (0, size) for n in batch_sizes) else None
+
+    @property
+    def captured(self) -> list[tuple[str, int]]:
+        """``(variant, size)`` of all graphs."""
+        return [(v, size) for v in self.variants for size in self.sizes if self._ready(v, size)]
+
+    @torch.no_grad()
+    def __call__(
+        self, batch: Any, variant: str | None = None, *, hidden: Hidden = Hidden.NULL, size: int | None = None
+    ) -> Any:
+        """Run the step on a batch.
+
+        Parameters
+        ----------
+        batch
+            A mapping, or an object with attributes, from buffer names to tensors of n rows; None for an idle rank's
+            empty batch. Nothing in it is changed.
+        variant
+            One of `variants`; None takes the first.
+        hidden
+            Hidden states wanted; more than the graphs give captures them anew.
+        size
+            Run in this size (see :meth:`agree`) instead of the smallest that fits.
+
+        Returns
+        -------
+        Any
+            What the step returns, cut to n rows; the caller's own, not overwritten by later calls. With `hidden`, a
+            pair (output, hidden states).
+
+        Raises
+        ------
+        ArgumentError
+            For an unknown variant, a batch that lacks an input, or a size that was not captured.
+        """
+        variant = self.variants[0] if variant is None else variant
+        if variant not in self.variants:
+            had = ", ".join(f"{v} × {n}" for v, n in self.captured) or "nothing"
+            raise ArgumentError("variant", variant, f"is not one of {self.variants}; captured: {had}")
+        values, n = self._values(batch)
+        if size is not None and (size not in self.sizes or size < n):
+            raise ArgumentError("size", size, f"must be one of {self.sizes} that holds {n} rows")
+        size = self.bucket(n) if size is None else size
+        if hidden > self.hidden and size is not None:
+            self._capture(hidden)
+        if size is None or not self._ready(variant, size):
+            self.stats["eager"] += 1
+            mode, size = hidden, n or (self.sizes or [1])[0]  # an empty batch needs at least a row to run on
+            out = self.run_step(self._load(values, size), variant, mode)
+        else:
+            self.stats["replays"] += 1
+            self.stats["padded_rows"] += size - n
+            mode = self.hidden
+            with self._range("metadata"):
+                inputs = self._load(values, size)
+            with self._range(f"{variant} × {size}"):
+                out = self._replay(variant, size, inputs)
+        if mode is not Hidden.NULL:
+            out, states = out
+            if mode > hidden is Hidden.LAST:
+                states = states[self.tokens_per_row - 1 :: self.tokens_per_row]
+            out = out if hidden is Hidden.NULL else (out, states)
+        return tree_map_only(Tensor, lambda t: self._cut(t, n, size), out)
+
+    def run_step(self, inputs: Mapping[str, Tensor], variant: str, hidden: Hidden = Hidden.NULL) -> Any:
+        """The step itself, eagerly: on ``views(size)`` after a replay it computes what the replay did."""
+        return self.step(inputs, variant, hidden) if hidden else self.step(inputs, variant)
+
+    def views(self, size: int) -> dict[str, Tensor]:
+        """The static buffers as a step of this size sees them."""
+        return {name: buffer.view(size) for name, buffer in self.buffers.items()}
+
+    # ---- what a kind of runner brings
+
+    outputs_are_static = False  # whether a replay writes its output where the one before did
+
+    def _ready(self, variant: str, size: int) -> bool:
+        """Whether this graph can be replayed (or made when it is first needed)."""
+        raise NotImplementedError
+
+    def _replay(self, variant: str, size: int, inputs: dict[str, Tensor]) -> Any:
+        """Run a graph on loaded inputs."""
+        raise NotImplementedError
+
+    def _capture(self, hidden: Hidden) -> None:
+        """Make the graphs anew, with these hidden states."""
+        raise NotImplementedError
+
+    # ---- in and out
+
+    def _values(self, batch: Any) -> tuple[dict[str, Tensor], int]:
+        """The batch by buffer name, and its rows."""
+        found, rows = {}, None
+        for name, buffer in self.buffers.items():
+            value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+            if value is not None:
+                found[name] = value
+            if batch is None or buffer.padding is Padding.KEEP:
+                continue
+            if value is None:
+                raise ArgumentError("batch", name, "is an input of this runner and missing in the batch")
+            rows = value.shape[0] // buffer.per_row if rows is None else rows
+            if value.shape[0] != rows * buffer.per_row:
+                remedy = f"must have {rows * buffer.per_row} entries, {buffer.per_row} per request"
+                raise ArgumentError(f"batch[{name!r}]", tuple(value.shape), remedy)
+        return found, rows or 0
+
+    def _load(self, values: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+        """Write a batch into the buffers (into larger ones where it is too large), pad it, and plan it."""
+        buffers = self.buffers
+        if size > self.rows:
+            buffers = {name: buffer.like(size) for name, buffer in buffers.items()}
+        stages = {id(b.stage): b.stage for b in buffers.values() if b.stage is not None}.values()
+        for stage in stages:
+            stage.turn()
+        for name, buffer in buffers.items():
+            buffer.load(values.get(name), size)
+        if self.prepare is not None:
+            self.prepare({name: buffer.view(size, on_host=True) for name, buffer in buffers.items()}, size)
+        for stage in stages:
+            stage.send()
+        return {name: buffer.view(size) for name, buffer in buffers.items()}
+
+    def _cut(self, tensor: Tensor, n: int, size: int) -> Tensor:
+        """The real rows, in memory that no later call overwrites."""
+        rows = tensor.shape[0] if tensor.dim() else -1
+        per_row = {size: 1, size * self.tokens_per_row: self.tokens_per_row}.get(rows)
+        mine = tensor if per_row is None else tensor[: n * per_row]
+        return mine.clone() if self.outputs_are_static or self._is_static(tensor) else mine
+
+    def _is_static(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of a buffer or of the state."""
+        at = tensor.untyped_storage().data_ptr()
+        static = (*(buffer.tensor for buffer in self.buffers.values()), *self.state.values())
+        return any(t.untyped_storage().data_ptr() == at for t in static)
