@@ -101,7 +101,8 @@ class Staging:
             if len(self._on_device) >= 1024:
                 self._on_device.clear()
             # Work on one stream runs in order, so a buffer is read before the next copy into it starts.
-            target = self._on_device[size] = torch.empty(size, dtype=torch.int64, device=self._device)
+            with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
+                target = self._on_device[size] = torch.empty(size, dtype=torch.int64, device=self._device)
         target.copy_(self._arena[self._used : self._used + size], non_blocking=True)
         self._used += size
         return target
