@@ -95,7 +95,7 @@ def facts(device: torch.device | str) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton,
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "command": shlex.join(["python", "-m", "minikv.measure.suite", *sys.argv[1:]]),

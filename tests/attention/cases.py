@@ -6,7 +6,7 @@ Every slot that no request lists holds NaN, as does slot 0, so an implementation
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from minikv.attention import decode_attention, extend_attention, extend_attentio
 from minikv.attention.reference import reference_attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+class Way(NamedTuple):
+    """A way of running attention: which implementation, on which device."""
+
+    backend: str
+    device: str
 
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
+from cases import Way
 
 from minikv._triton import HAVE_TRITON
 
 CUDA = torch.cuda.is_available()
-
-
-class Way(NamedTuple):
-    backend: str
-    device: str
 
 
 WAYS = [Way("torch", "cpu"), Way("triton", "cpu"), Way("torch", "cuda"), Way("triton", "cuda")]

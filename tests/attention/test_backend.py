@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_close
+from cases import Way, assert_close
 from torch import Tensor
 
 from minikv.attention import AttentionBackend, LayerAttention, reference_attention
@@ -129,8 +129,6 @@ def test_padded_rows_of_a_graph(way):
 
 
 def test_on_the_cpu_padding_is_worked_out_once_per_step_and_kind_of_layer(monkeypatch):
-    from conftest import Way
-
     from minikv.attention import torch_path
 
     calls, plan = [], torch_path.plan
