@@ -120,8 +120,8 @@ class Buffer:
         """Write the entries of a batch, and padding over all that an earlier one left, up to `rows` and beyond."""
         target = self.host
         used = 0 if value is None else value.shape[0]
-        if used:
-            target[:used].copy_(value, non_blocking=True)
+        if value is not None:
+            target[:used].copy_(value, non_blocking=True)  # type: ignore[arg-type]
         if self.padding is not Padding.KEEP:
             stop = target.shape[0] if self.stage else max(rows * self.per_row, self._used)
             if used < stop:

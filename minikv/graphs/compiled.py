@@ -104,18 +104,16 @@ def raise_recompile_limit(graphs: int) -> None:
 def stores_by_index(graph: fx.GraphModule) -> bool:
     """Whether a traced graph writes into a tensor at places that an index tensor names."""
 
-    def name(node: fx.Node) -> str:
-        if node.op == "call_method":
-            return str(node.target)
-        return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    def stores(node: fx.Node) -> bool:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        return node.op in ("call_method", "call_function") and (
+            node.target is operator.setitem
+            or any(word in name for word in ("scatter", "put"))
+            or ("index_" in name and "index_select" not in name)
+        )
 
-    words = ("index_", "scatter", "put")
-    return any(
-        node.target is operator.setitem or any(word in name(node) for word in words)
-        for part in graph.modules()
-        if isinstance(part, fx.GraphModule)
-        for node in part.graph.nodes
-    )
+    parts = (part for part in graph.modules() if isinstance(part, fx.GraphModule))
+    return any(stores(node) for part in parts for node in part.graph.nodes)
 
 
 def _from_compiler(e: BaseException) -> bool:

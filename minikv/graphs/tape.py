@@ -27,7 +27,8 @@ class Tape(TorchDispatchMode):
         self.operations: list[tuple[Any, tuple, dict, list]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        by_value = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        if by_value and (func is not torch.ops.aten.index.Tensor or _has_mask(args[1])):
             raise StateError(f"{func}: reads a tensor's values on the host, which a recorded step cannot do again")
         out = func(*args, **(kwargs or {}))
         self.operations.append((func, args, kwargs or {}, tree_leaves(out)))
@@ -39,6 +40,10 @@ class Tape(TorchDispatchMode):
             for old, new in zip(outs, tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
+
+def _has_mask(indices: list) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 class TapeRecorder:

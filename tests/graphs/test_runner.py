@@ -1,0 +1,310 @@
+"""Padding, outputs, variants, hidden states, capture: on the CPU through the tape, with ``-m gpu`` for real."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from worlds import double, runner_of
+
+from minikv.errors import ArgumentError, StateError
+from minikv.graphs import Buffer, CudaGraphRunner, Hidden, Padding, cuda, rule, staged
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def everything(rows: int, device: str) -> dict[str, Buffer]:
+    made = staged(rows, device, {"token_ids": rule(), "seq_lens": rule(Padding.FILL, 1), "row": rule(Padding.RESERVED)})
+    made["x"] = Buffer(torch.zeros(rows, 2, device=device))
+    made["drafts"] = Buffer(torch.zeros(rows * 3, device=device), Padding.FILL, -1, per_row=3)
+    made["table"] = Buffer(torch.arange(10.0, device=device), Padding.KEEP)
+    return made
+
+
+def sums(inputs: dict[str, Tensor], variant: str) -> Tensor:
+    """Reads every input."""
+    rows = sum(inputs[name].float() for name in ("token_ids", "seq_lens", "row")) + inputs["x"].sum(1)
+    return rows + inputs["drafts"].view(-1, 3).sum(1) + inputs["table"].sum()
+
+
+@on_devices
+def test_every_buffer_is_padded_by_its_rule_after_a_shrinking_batch(device) -> None:
+    r = CudaGraphRunner(sums, everything(6, device), [1, 2, 4, 6], progress=False)
+    for n in (6, 3, 1, 5, 2, 0, 4):
+        batch = {
+            "token_ids": torch.randint(1, 99, (n,)),
+            "seq_lens": torch.randint(2, 9, (n,)),
+            "row": torch.arange(1, n + 1),
+            "x": torch.randn(n, 2),
+            "drafts": torch.randn(n * 3),
+        }
+        before = {name: t.clone() for name, t in batch.items()}
+        got = r(batch).cpu()
+        table = torch.arange(10.0)
+        torch.testing.assert_close(got, sums({**batch, "table": table}, ""))
+        assert all(torch.equal(batch[name], t) for name, t in before.items()), "the batch belongs to the caller"
+        for name, b in r.buffers.items():
+            if b.padding is Padding.KEEP:
+                assert torch.equal(b.tensor.cpu(), table)
+                continue
+            want = {Padding.ZERO: 0, Padding.RESERVED: 0, Padding.FILL: b.fill}[b.padding]
+            assert torch.equal(b.tensor[: n * b.per_row].cpu(), batch[name])
+            assert bool((b.tensor[n * b.per_row :] == want).all()), f"{name}: stale rows after {n}"
+
+
+@on_devices
+def test_b89_outputs_are_the_callers_own(device) -> None:
+    kept = torch.zeros(4, 3, device=device)
+
+    def step(inputs, variant):
+        kept.copy_(kept + 1)
+        return {"y": inputs["x"] * 2, "input": inputs["x"], "pair": (inputs["x"].sum(1), 7)}
+
+    for sizes in ([4], []):  # replayed, eager
+        r = runner_of(step, 4, sizes, device=device, state={"kept": kept})
+        outs = []
+        for value in (1.0, 2.0, 3.0):
+            outs.append((value, r({"x": torch.full((3, 3), value)})))
+        for value, out in outs:
+            assert out["y"].tolist() == [[2 * value] * 3] * 3
+            assert out["input"].tolist() == [[value] * 3] * 3
+            assert out["pair"][0].tolist() == [3 * value] * 3
+            assert out["pair"][1] == 7
+
+
+def test_plain_tensors_pad_by_name() -> None:
+    lens = torch.zeros(4, dtype=torch.int64)
+    r = CudaGraphRunner(
+        lambda i, v: i["seq_lens"] + 0, {"seq_lens": lens}, [4], tokens_per_row=3, progress=False
+    )  # fmt: skip
+    assert r({"seq_lens": torch.tensor([9])}).tolist() == [9]
+    assert lens.tolist() == [9, 3, 3, 3]
+
+
+def test_bad_batches_name_the_input() -> None:
+    r = CudaGraphRunner(sums, everything(4, "cpu"), [4], progress=False)
+    good = {n: b.tensor[: 2 * b.per_row].clone() for n, b in r.buffers.items() if b.padding is not Padding.KEEP}
+    with pytest.raises(ArgumentError, match="row"):
+        r({k: v for k, v in good.items() if k != "row"})
+    with pytest.raises(ArgumentError, match="drafts"):
+        r({**good, "drafts": torch.zeros(5)})
+    with pytest.raises(ArgumentError, match="hold 4 rows"):
+        CudaGraphRunner(sums, everything(4, "cpu"), [8], progress=False)
+    with pytest.raises(ArgumentError, match="buffers"):
+        CudaGraphRunner(sums, {"table": Buffer(torch.zeros(3), Padding.KEEP)}, [1], progress=False)
+    with pytest.raises(ArgumentError, match="fill"):
+        Buffer(torch.zeros(3), Padding.ZERO, 1)
+
+
+@on_devices
+def test_variants_are_graphs_of_their_own(device) -> None:
+    r = runner_of(double, 4, [1, 4], device=device, variants=("greedy", "plus"))
+    assert r.captured == [("greedy", 1), ("greedy", 4), ("plus", 1), ("plus", 4)]
+    x = torch.randn(3, 3)
+    assert torch.equal(r({"x": x}).cpu(), x * 2)
+    assert torch.equal(r({"x": x}, "plus").cpu(), x + 1)
+    with pytest.raises(ArgumentError, match=r"'logprobs'.*greedy × 1, greedy × 4, plus × 1, plus × 4"):
+        r({"x": x}, "logprobs")
+
+
+@on_devices
+def test_hidden_states_are_captured_when_first_asked_for(device) -> None:
+    modes = []
+
+    def step(inputs, variant, hidden=Hidden.NULL):
+        modes.append(hidden)
+        states = inputs["x"] * 10  # [size * 2, 3]
+        out = states.view(-1, 2, 3).sum((1, 2))
+        return {Hidden.NULL: out, Hidden.LAST: (out, states[1::2]), Hidden.FULL: (out, states)}[hidden]
+
+    x = Buffer(torch.zeros(8, 3, device=device), per_row=2)
+    r = CudaGraphRunner(step, {"x": x}, [2, 4], tokens_per_row=2, progress=False)
+    data = torch.arange(18.0).view(6, 3)
+    want = (data * 10).view(3, 2, 3).sum((1, 2))
+    assert torch.equal(r({"x": data}).cpu(), want)
+    assert (r.stats.captures, set(modes)) == (2, {Hidden.NULL})
+    out, states = r({"x": data}, hidden=Hidden.LAST)
+    assert torch.equal(out.cpu(), want)
+    assert torch.equal(states.cpu(), data[1::2] * 10)
+    assert r.stats.captures == 4
+    _, states = r({"x": data}, hidden=Hidden.FULL)
+    assert torch.equal(states.cpu(), data * 10)
+    assert r.stats.captures == 6
+    _, states = r({"x": data}, hidden=Hidden.LAST)
+    assert torch.equal(states.cpu(), data[1::2] * 10)
+    assert torch.equal(r({"x": data}).cpu(), want)
+    assert r.stats.captures == 6, "more was captured than is asked for: it serves"
+    big = torch.arange(30.0).view(10, 3)
+    _, states = r({"x": big}, hidden=Hidden.LAST)
+    assert torch.equal(states.cpu(), big[1::2] * 10)
+    assert r.stats.eager == 1
+
+
+@on_devices
+def test_an_idle_rank_replays_padding(device) -> None:
+    seen = []
+    r = runner_of(double, 4, [2, 4], device=device, prepare=lambda host, size: seen.append((size, host["x"].clone())))
+    r({"x": torch.ones(4, 3)})
+    seen.clear()
+    assert r(None).shape == (0, 3)
+    assert r({"x": torch.zeros(0, 3)}).shape == (0, 3)
+    assert [(size, x.abs().sum().item()) for size, x in seen] == [(2, 0), (2, 0)]
+    assert r.stats.replays == 3
+    assert runner_of(double, 4, [2], padding=False, device=device)(None).shape == (0, 3)
+    assert runner_of(double, 4, [], device=device)(None).shape == (0, 3)
+
+
+@on_devices
+def test_capture_puts_the_state_back(device) -> None:
+    state, log = torch.tensor([5.0], device=device), []
+
+    def step(inputs, variant):
+        log.append(inputs["x"].shape[0])
+        state.add_(1)
+        inputs["x"].add_(1)  # a step may change its inputs
+        return inputs["x"] + state
+
+    r = runner_of(step, 4, [1, 4, 2], device=device, state={"state": state})
+    assert state.item() == 5
+    assert log[::3] == [4, 2, 1], "largest first"
+    assert len(log) == 9, "two warm-ups, one recording each"
+    assert torch.equal(r({"x": torch.ones(1, 3)}).cpu(), torch.full((1, 3), 8.0))
+    assert state.item() == 6
+    assert len(log) == 9, "a replay runs no Python"
+
+
+@on_devices
+def test_a_failed_capture_goes_on_eagerly(device) -> None:
+    big = []
+
+    def step(inputs, variant):
+        big.append(torch.zeros(1 << 20, device=device))
+        if inputs["x"].shape[0] == 2 and len(big) > 4:
+            raise RuntimeError("out of everything")
+        return inputs["x"] * 2
+
+    state, frozen = torch.ones(1, device=device), gc.get_freeze_count()
+    before = torch.cuda.memory_reserved() if device == "cuda" else 0
+    with pytest.warns(RuntimeWarning, match=r"greedy × 2 failed.*out of everything(.|\n)*\(1\).*\(2\)(.|\n)*\(3\)"):
+        r = runner_of(step, 4, [2, 4], device=device, state={"state": state})
+    assert r.captured == []
+    assert gc.isenabled()
+    assert gc.get_freeze_count() <= frozen, "what was frozen is free again"
+    big.clear()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= before + (8 << 20)
+    x = torch.randn(3, 3)
+    assert torch.equal(r({"x": x}).cpu(), x * 2)
+    assert (r.stats.eager, r.stats.replays, r.stats.graph_bytes) == (1, 0, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = runner_of(double, 4, [2, 4], device=device)  # the pool is usable
+    assert torch.equal(again({"x": x}).cpu(), x * 2)
+
+
+def test_a_step_that_reads_on_the_host_cannot_be_recorded() -> None:
+    with pytest.warns(RuntimeWarning, match="on the host"):
+        r = runner_of(lambda inputs, variant: inputs["x"] * float(inputs["x"].sum()), 2, [2])
+    assert torch.equal(r({"x": torch.ones(2, 3)}), torch.full((2, 3), 6.0))
+    with pytest.warns(RuntimeWarning, match="on the host"):
+        runner_of(lambda inputs, variant: inputs["x"][inputs["x"] > 0], 2, [2])
+
+
+@on_devices
+def test_debug_names_the_input_that_moved(device) -> None:
+    weights = {"weight": torch.ones(3, device=device)}
+    state = torch.zeros(1, device=device)
+    r = runner_of(
+        lambda i, v: i["x"] * weights["weight"] + state, 4, [4], device=device,
+        debug=True, watch=lambda: weights, state={"state": state},
+    )  # fmt: skip
+    x = torch.randn(2, 3)
+    assert torch.equal(r({"x": x}).cpu(), x)
+    weights["weight"].mul_(2)
+    assert torch.equal(r({"x": x}).cpu(), x * 2), "changed in place: seen by the graph"
+    old, weights["weight"] = weights["weight"], torch.ones(3, device=device)
+    with pytest.raises(StateError, match="'weight'"):
+        r({"x": x})
+    weights["weight"] = old
+    r.state["state"] = state.clone()
+    with pytest.raises(StateError, match="'state'"):
+        r({"x": x})
+    r.state["state"] = state
+    r.buffers["x"].tensor = torch.zeros(4, 3, device=device)
+    with pytest.raises(StateError, match="'x'"):
+        r({"x": x})
+
+
+@on_devices
+def test_large_outputs_share_the_largest_graphs_memory(device, monkeypatch) -> None:
+    monkeypatch.setattr(cuda, "SHARED_BYTES", 1)
+    r = runner_of(
+        lambda i, v: (i["x"] * 2, i["x"].sum(1), i["x"], torch.ones(5, device=i["x"].device)), 4, [1, 2, 4],
+        device=device,
+    )  # fmt: skip
+    places = {tuple(t.data_ptr() for t in out) for _, out in r.graphs.values()}
+    assert len(places) == 1
+    for n in (4, 1, 3, 2):
+        x = torch.randn(n, 3)
+        got = r({"x": x})
+        for t, want in zip(got, (x * 2, x.sum(1), x, torch.ones(5)[: n if n == 5 else 5]), strict=True):
+            torch.testing.assert_close(t.cpu(), want)
+
+
+@pytest.mark.gpu
+def test_b88_graph_memory_is_little_more_than_the_largest_needs() -> None:
+    def step(inputs, variant):
+        x = inputs["x"].repeat(1, 1 << 18)  # 3 MiB of temporaries a row
+        return (x.cos() + x.sin()).sum(1)
+
+    def held(sizes: list[int]) -> int:
+        r = runner_of(step, 64, sizes, device="cuda")
+        assert r.stats.captures == len(sizes)
+        return r.stats.graph_bytes
+
+    sizes = list(range(1, 65))
+    alone, descending = held([64]), held(sizes)
+
+    class Ascending(list):
+        def __getitem__(self, at):
+            return list(self) if at == slice(None, None, -1) else super().__getitem__(at)
+
+    class Backwards(CudaGraphRunner):
+        def _capture(self, hidden):
+            self.sizes = Ascending(self.sizes)
+            super()._capture(hidden)
+
+    ascending = runner_of(step, 64, sizes, Backwards, device="cuda").stats.graph_bytes
+    print(f"largest alone {alone >> 20} MiB, descending {descending >> 20}, ascending {ascending >> 20}")
+    assert alone <= descending <= 1.2 * alone + (32 << 20)
+    assert ascending > 2 * descending
+
+
+@pytest.mark.gpu
+def test_runners_of_a_device_share_one_pool() -> None:
+    a, b = (runner_of(double, 4, [1, 4], device="cuda") for _ in range(2))
+    pool, living = cuda._pools[torch.cuda.current_device()]
+    assert len(living) == 4
+    assert {g.pool() for r in (a, b) for g, _ in r.graphs.values()} == {pool}
+    x, y = torch.randn(3, 3), torch.randn(2, 3)
+    first, second = a({"x": x}), b({"x": y})
+    assert torch.equal(first.cpu(), x * 2)
+    assert torch.equal(second.cpu(), y * 2)
+    del a, b
+    gc.collect()
+    again = runner_of(double, 4, [4], device="cuda")
+    assert torch.equal(again({"x": x}).cpu(), x * 2)
+
+
+@pytest.mark.gpu
+def test_small_sizes_may_be_compiled_inside_their_graphs() -> None:
+    r = runner_of(double, 4, [1, 4], device="cuda", compile_up_to=1)
+    for n in (1, 3):
+        x = torch.randn(n, 3)
+        assert torch.equal(r({"x": x}).cpu(), x * 2)
+    assert r.stats.replays == 2
