@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import re
 import subprocess
 import sys
 import time
@@ -129,7 +130,7 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
         model_path()
     except (StateError, OSError) as e:
         print(f"going on without the real model; its cells say so ({e})")
-    exporter, stops = HTMLExporter(embed_images=True), []
+    exporter, stops = HTMLExporter(), []
     for path in paths:
         began, error = time.perf_counter(), ""
         import nbformat
@@ -145,10 +146,11 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
         )
         page = folder / f"{path.stem}.html"
         body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
+        body = re.sub(r'href="([0-9]{2}_\w+)\.ipynb"', r'href="\1.html"', body)
         page.write_text(body, encoding="utf-8")
         stops.append(Stop(path, page, title, time.perf_counter() - began, error))
     (folder / "index.html").write_text(_index(stops), encoding="utf-8")
-    print(f"wrote {folder / 'index.html'}: open it in a browser")
+    print(f"wrote {folder / 'index.html'}; open {(folder / 'index.html').resolve().as_uri()} in a browser")
     return stops
 
 
@@ -162,9 +164,8 @@ def _index(stops: list[Stop]) -> str:
         + f"<small>{stop.notebook.name}, {stop.seconds:.0f} s</small></li>"
         for stop in stops
     )
-    summary = (
-        f"{len(stops)} notebooks, run on {report.facts['device']}, tier {report.tier}, torch {report.facts['torch']}."
-    )
+    count = "1 notebook" if len(stops) == 1 else f"{len(stops)} notebooks"
+    summary = f"{count}, run on {report.facts['device']}, tier {report.tier}, torch {report.facts['torch']}."
     return PAGE.format(summary=html.escape(summary), items=items)
 
 

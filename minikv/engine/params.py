@@ -95,16 +95,22 @@ class SamplingParams:
             ok = (name == "logprobs" and value is None) or (_is_int(value) and int(value) >= least)
             _check(name, value, ok, f"must be an integer, {least} or more")
         _check("seed", self.seed, self.seed is None or _is_int(self.seed), "must be an integer or None")
+        object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
+        _check("priority", self.priority, _is_int(self.priority), "must be an integer; higher stays longer")
+        object.__setattr__(self, "priority", int(self.priority))
         for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
             _check(name, getattr(self, name), _is_finite(getattr(self, name)), "must be a finite number")
         _check("temperature", self.temperature, self.temperature >= 0, "must be 0 (greedy) or more")
-        _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "must be above 0; 1 is off")
+        usual = 1e-6 <= self.repetition_penalty <= 1e6
+        _check("repetition_penalty", self.repetition_penalty, usual, "must be above 0 (1e-6 to 1e6); 1 is off")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             _check(name, value, _is_finite(value) and 0 <= value <= 1, "must lie between 0 and 1")
         bias = self.logit_bias or {}
-        ok = isinstance(bias, Mapping) and all(_is_int(k) and k >= 0 and _is_finite(v) for k, v in bias.items())
-        _check("logit_bias", bias, ok, "use a mapping from token id to a finite number")
+        ok = isinstance(bias, Mapping) and all(
+            _is_int(k) and k >= 0 and _is_finite(v) and abs(v) <= 1e9 for k, v in bias.items()
+        )
+        _check("logit_bias", bias, ok, "use a mapping from token id to a number between -1e9 and 1e9")
         try:
             hash(self.namespace)
         except TypeError:
@@ -132,7 +138,7 @@ def _is_int(value: object) -> bool:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except TypeError:
+    except (TypeError, OverflowError):
         return False
 
 

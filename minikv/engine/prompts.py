@@ -28,7 +28,7 @@ def split_prompts(prompts: Any) -> list[Any]:
     [[{'role': 'user', 'content': 'hi'}]]
     """
     if hasattr(prompts, "ndim"):  # an array or tensor: ids of one prompt, or one row each
-        return [prompts] if prompts.ndim == 1 else list(prompts)
+        return [prompts] if prompts.ndim < 2 else list(prompts)
     if isinstance(prompts, (str, Mapping)) or not hasattr(prompts, "__iter__"):
         return [prompts]
     prompts = list(prompts)

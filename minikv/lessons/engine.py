@@ -216,9 +216,14 @@ def _judge(task: Exercise, function: Any) -> Verdict:
             return failed(f"{shown} ran more than {task.steps:,} lines; does a loop never end?", cases=done, case=case)
         except NotImplementedError:
             return failed("not written yet: replace the line that raises NotImplementedError", cases=done, case=case)
-        except Exception as e:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # exit() in an answer must not end the learner's session
             return failed(f"{shown} raised {_raised(e)}", cases=done, case=case, expected=expected)
-        problem = task.wrong(case, expected, got)
+        try:
+            problem = task.wrong(case, expected, got)
+        except Exception as e:  # an answer of a shape that no judge foresaw
+            problem = f"the result, a {type(got).__name__}, is not of the kind that is asked for ({type(e).__name__})"
         if problem:
             cause = _known_cause(task, function)
             message = f"{shown}: {problem}" + (f". This looks like: {cause}" if cause else "")
@@ -249,9 +254,13 @@ def _signature_of(task: Exercise) -> Callable[..., Any]:
     return next(v for k, v in scope.items() if callable(v) and k != "__builtins__")
 
 
-def _raised(e: Exception) -> str:
+def _raised(e: BaseException) -> str:
     last = traceback.extract_tb(e.__traceback__)[-1]
-    return f"{type(e).__name__}: {e} (in {last.name}, line {last.lineno})"
+    try:
+        text = str(e)
+    except Exception:
+        text = "(no message)"
+    return f"{type(e).__name__}: {text} (in {last.name}, line {last.lineno})"
 
 
 def _draw(task: Exercise, case: Case, expected: Any, got: Any) -> Any:
@@ -290,11 +299,14 @@ def _outcome(task: Exercise, function: Callable[..., Any], case: Case) -> Any:
     try:
         with limited(function, task.steps):
             return task.call(function, case)
-    except OutOfSteps:
-        return "ran too long"
-    except Exception as e:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:
         return f"raised {type(e).__name__}"
 
 
 def _same(a: Any, b: Any) -> bool:
-    return first_difference(a, b) is None
+    try:
+        return first_difference(a, b) is None
+    except Exception:
+        return False

@@ -68,9 +68,11 @@ def grade(notebook: str | os.PathLike[str], *, seconds: int = SECONDS, gigabytes
 def _read(path: Path) -> list[dict]:
     try:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        for cell in cells:
+            "".join(cell["source"])
     except FileNotFoundError as e:
         raise ArgumentError("notebook", str(path), "there is no such file") from e
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         raise ArgumentError("notebook", str(path), f"this is not a Jupyter notebook ({type(e).__name__}: {e})") from e
     return cells
 

@@ -147,12 +147,13 @@ ALLOC_EXTEND = Exercise(
     id="04-alloc-extend",
     title="alloc_extend: slots for a prompt",
     statement=(
-        "`prefix_lens[i]` tokens of request `i` have slots already, the last of them `last_loc[i]` (-1: no prefix); "
-        "after the call it has `seq_lens[i]`. Give each new token a slot, requests in order, slot = page * page_size + offset: "
-        "first the rest of the page that holds the last prefix token, then new pages from the front of `free`. "
-        "Return `(slots, free pages left)`; with too few pages `(None, free)` with nothing taken.\n\n"
-        "Page size 4, `free = [3, 5]`, prefix 6 ending in slot 9 (page 2, offset 1), 9 tokens in all: "
-        "slots 10 and 11 finish page 2, slot 12 opens page 3, so the answer is `([10, 11, 12], [5])`."
+        "A batch of requests needs slots. Request `i` has slots for its first `prefix_lens[i]` tokens, the last of them "
+        "`last_loc[i]` (-1 if there are none), and must end with `seq_lens[i]` (equal: nothing to do). `free` is a list of page "
+        "numbers; slot = page * page_size + offset. For each request in order, first use the rest of the page of its last token "
+        "(none if that page is full), then pages from the front of `free`. Return `(slots, left)`: one flat list of new slots, "
+        "and the pages left. Do not change `free`. If the pages do not suffice for the whole batch, return `(None, free)`.\n\n"
+        "`alloc_extend([3, 5], [6], [9], [9], 4)` gives `([10, 11, 12], [5])`: the last token lies in slot 9 (page 2, offset 1), "
+        "slots 10 and 11 finish page 2, slot 12 opens page 3."
     ),
     signature="def alloc_extend(free, prefix_lens, seq_lens, last_loc, page_size)",
     worked=Case(([3, 5], [6], [9], [9], 4), "the worked case"),

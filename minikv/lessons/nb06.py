@@ -191,10 +191,11 @@ INSERT_SPLIT = Exercise(
     id="06-insert-split",
     title="insert, with a split where the paths part",
     statement=(
-        "Insert `tokens` with their `slots` into the tree of the exercise before, and return how many leading tokens were "
-        "already there (their old slots stay). Where the new path leaves a node in its middle, split the node: the upper half "
-        "keeps the place under the parent, the lower half with all children becomes its child. A split happens also when "
-        "`tokens` ends inside a node.\n\n"
+        "A node is a dict: `key` (tokens), `slots` (one per token), `children` (first token of the child's key: child). The "
+        "root's key is empty. Pages play no part here. Change the tree in place so that it holds `tokens` with `slots`, and "
+        "return how many leading tokens it held already (those keep their old slots). If `tokens` differs from a node's key, or "
+        "ends, partway through it, split that node: the first part keeps its place under the parent; the rest, with its slots "
+        "and all old children, becomes its child. What is left of `tokens` becomes one new leaf; if nothing is left, add none.\n\n"
         "Into one node `[1, 2, 3]` / `[10, 11, 12]`, inserting `[1, 2, 9]` with slots `[20, 21, 22]` returns 2 and leaves "
         "`[1, 2]` / `[10, 11]` with two children, `[3]` / `[12]` and `[9]` / `[22]`."
     ),

@@ -235,11 +235,14 @@ DUPLICATE = Exercise(
     id="07-duplicate-insert",
     title="Two requests computed the same pages",
     statement=(
-        "A request has finished a chunk. `row` are its slots; `tree` are the slots that the tree now holds for the request's "
-        "whole pages: its own where it came first, another request's where that one did. The first `protected` slots were the "
-        "tree's already. Return `(free, new_row)`: the request's own slots that nobody needs any more, and the row pointed at "
-        "the tree's slots. The tail that does not fill a page stays as it is.\n\n"
-        "`row = [8, 9, 10, 11, 12]`, `tree = [4, 5, 6, 7]`, `protected = 0` gives `([8, 9, 10, 11], [4, 5, 6, 7, 12])`."
+        "A request has finished a chunk and its tokens were inserted into the tree. `row` has the request's slots, one per "
+        "token. `tree` has the slots that the tree now holds for the first `len(tree)` tokens, the whole pages. At each position "
+        "the tree either took the request's own slot (equal: the tree owns it, do not free it) or already had another request's "
+        "slot (different: the request's copy is a duplicate, free it). The first `protected` positions came from the tree, so "
+        "they are equal; never free them. Return `(free, new_row)`: the duplicates in row order, and `tree` followed by the "
+        "unchanged tail of `row`.\n\n"
+        "`row = [8, 9, 10, 11, 12]`, `tree = [4, 5, 6, 7]`, `protected = 0` gives `([8, 9, 10, 11], [4, 5, 6, 7, 12])`. With pages of "
+        "2, `row = [4, 5, 8, 9, 12, 13, 14]`, `tree = [4, 5, 6, 7, 12, 13]`, `protected = 2` gives `([8, 9], [4, 5, 6, 7, 12, 13, 14])`."
     ),
     signature="def adopt(row, tree, protected)",
     worked=Case(([8, 9, 10, 11, 12], [4, 5, 6, 7], 0), "the worked case"),

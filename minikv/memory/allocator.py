@@ -25,6 +25,8 @@ from minikv.memory.launch import Staging
 
 MAX_PAGE_SIZE = 256
 
+MOST_TOKENS = 1 << 40  # sums over a batch stay far from the end of 64 bits
+
 
 @dataclass
 class AllocatorState:
@@ -161,6 +163,8 @@ class PagedAllocator:
         if prefix.size != n:
             raise ArgumentError("prefix_lens", tuple(prefix.shape), f"must have as many entries as seq_lens, {n}")
         new = seq - prefix
+        if n and np.maximum.reduce(seq) > MOST_TOKENS:
+            raise ArgumentError("seq_lens", int(seq.max()), f"is too long: at most {MOST_TOKENS} tokens a request")
         if n and np.minimum.reduce(new | prefix) < 0:  # the sign bit of either
             i = int(np.argmax((new | prefix) < 0))
             raise ArgumentError("prefix_lens", int(prefix[i]), f"of request {i} must be 0 to seq_lens, {seq[i]}")
@@ -310,6 +314,7 @@ class PagedAllocator:
         pending, self._pending = self._pending, []
         if not pending:
             return
+        self._frees += 1  # pages move now: a state from before, or from inside the group, can no longer be restored
         if self._on_cpu:
             pages = pending[0] if len(pending) == 1 else np.sort(np.concatenate(pending))
             self._free.push(torch.from_numpy(pages))

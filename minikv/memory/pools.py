@@ -91,7 +91,9 @@ class _Pool:
         return self._parts[0][layer]
 
     def _store(self, layer: int, slots: torch.Tensor, rows: dict[str, torch.Tensor], scales: dict[str, float]) -> None:
-        n = slots.numel()
+        n, rows = slots.numel(), {name: tensor.detach() for name, tensor in rows.items()}
+        if not 0 <= layer < len(self._parts[0]):
+            raise ArgumentError("layer", layer, f"must be 0 to {len(self._parts[0]) - 1}")
         if slots.ndim != 1 or slots.dtype not in (torch.int64, torch.int32):
             raise ArgumentError("slots", slots, "must be int64 or int32 [n]")
         for name, tensor in {"slots": slots, **rows}.items():

@@ -191,7 +191,7 @@ def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
         tokens = tokens.detach().cpu().numpy()
     elif not isinstance(tokens, np.ndarray):
         tokens = np.array(tokens if isinstance(tokens, Sequence) else list(tokens))
-        tokens = tokens if tokens.size else tokens.astype(np.int64)
+    tokens = tokens if tokens.size else tokens.astype(np.int64)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
         raise ArgumentError(name, tokens, "must be one line of integers")
     return np.ascontiguousarray(tokens, np.int64)

@@ -144,6 +144,8 @@ class RadixCache(RequestLife):
             `n`, the tokens that were present before. ``slots[:n]`` and the tail after `whole` stay the caller's.
         """
         tokens = as_tokens(tokens)
+        if not isinstance(priority, int):
+            raise ArgumentError("priority", priority, "must be an integer; higher stays longer")
         tokens = tokens[: tokens.size // self.page_size * self.page_size]
         if slots is not None and len(slots) < tokens.size:
             raise ArgumentError("slots", slots, f"holds {len(slots)} slots; {tokens.size} tokens need one each")

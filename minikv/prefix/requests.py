@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from minikv.errors import ArgumentError
 from minikv.prefix.node import Node, Slots, as_tensor, as_tokens, join
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class RequestLife:
             return []
         row = None if self.table is None else self.table.table[request.row]
         tokens = as_tokens(request.token_ids[:whole])
+        if tokens.size < whole:
+            raise ArgumentError("computed", request.computed, f"is more than the request's {tokens.size} tokens")
         path, present = self._insert(tokens, row, request.namespace, getattr(request, "priority", 0), known)
         if row is not None and present > known:
             self._free(row[known:present])

@@ -7,11 +7,11 @@ from minikv.viz.canvas import Canvas
 from minikv.viz.style import INK, MUTED, OKABE_ITO, PAPER, SHADE, Drawing, blend
 
 ROOMS = [
-    ("engine", "5", "requests in, text out: scheduler, sampler, the loop", "08 13"),
-    ("graphs", "4", "record a decode step once, replay it", "12"),
+    ("engine", "5", "requests in, text out: scheduler, sampler, the loop", ""),
+    ("graphs", "4", "record a decode step once, replay it", ""),
     ("models", "3", "the decoder that produces K, V and logits", "01 02"),
     ("prefix", "2", "radix cache: which tokens have K and V already", "06 07"),
-    ("attention", "2", "read K and V through the page table", "05 09 10 11"),
+    ("attention", "2", "read K and V through the page table", ""),
     ("memory", "1", "pages, request rows, the KV pool", "03 04"),
     ("device", "0", "which GPU or CPU, which tier", "00"),
 ]
@@ -56,7 +56,7 @@ def draw() -> Drawing:
         if mine:
             canvas.text(LEFT + WIDE - 12, y + 19, "this machine", size=11.5, weight=600, anchor="end", halo=PAPER)
         y += 33
-    lines = [f"floor {r['floor']}  {r['room']:<10} {r['holds']}  (notebooks {r['notebooks']})" for r in rows]
+    lines = [f"floor {r['floor']}  {r['room']:<10} {r['holds']}" for r in rows]
     lines.append("beside the floors: viz (pictures), measure (benchmarks), lessons (exercises)")
     lines.append(f"this machine: tier {here}")
     canvas.text(
