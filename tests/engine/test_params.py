@@ -69,3 +69,16 @@ BAD_PROMPTS = [None, 3, [1.5], [1, "a"], [True], [-1], [512], [10**30], [[1]], [
 def test_bad_prompts_raise_one_kind_of_error(bad):
     with pytest.raises(ValueError, match="prompt"):
         prompt_ids(bad, Fake(), 512)
+
+
+def test_numpy_seeds_and_odd_priorities() -> None:
+    import numpy as np
+
+    assert type(SamplingParams(seed=np.int64(3)).seed) is int
+    for bad in (None, "a", 1.5):
+        with pytest.raises(Error, match="priority"):
+            SamplingParams(priority=bad)
+    with pytest.raises(Error, match="logit_bias"):
+        SamplingParams(logit_bias={1: 1e39})
+    with pytest.raises(Error, match="temperature"):
+        SamplingParams(temperature=10**400)

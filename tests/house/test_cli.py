@@ -93,3 +93,16 @@ def test_bench_lists_names(capsys) -> None:
     assert "cache" in capsys.readouterr().out
     assert cli.main(["bench", "nothing"]) == 2
     assert "cache" in capsys.readouterr().err
+
+
+def test_pages_fold_their_answers_and_link_to_each_other(folder, tmp_path) -> None:
+    source = (
+        "# Folded\n\n<details><summary>Answer</summary>\n\nIt is 4.\n\n</details>\n\n[to the second](01_second.ipynb)"
+    )
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(source)])
+    nbformat.write(book, folder / "00_first.ipynb")
+    assert cli.main(["tour", "--only", "00", "--out", str(tmp_path / "pages")]) == 0
+    page = (tmp_path / "pages" / "00_first.html").read_text()
+    folded = page[page.index("<summary>Answer") :]
+    assert folded.index("It is 4.") < folded.index("</details>")
+    assert 'href="01_second.html"' in page

@@ -473,3 +473,22 @@ def test_b80_page_0_is_never_handed_out(make, page_size: int) -> None:
             a.free(torch.arange(start, last + 1, device=a.device))
     assert min(seen) >= page_size
     assert max(seen) < 17 * page_size
+
+
+def test_a_state_taken_inside_a_free_group_cannot_be_restored_after_it() -> None:
+    allocator = PagedAllocator(32, 4)
+    held = allocator.alloc(16)
+    with allocator.free_group():
+        allocator.free(held[:4])
+        state = allocator.backup()
+        allocator.alloc(8)
+    with pytest.raises(StateError, match="freed since"):
+        allocator.restore(state)
+    assert allocator.available_size() == 32 - 16 - 8 + 4
+
+
+def test_a_length_near_the_end_of_64_bits_changes_nothing() -> None:
+    allocator = PagedAllocator(64, 4)
+    with pytest.raises(ArgumentError, match="too long"):
+        allocator.alloc_extend(torch.tensor([0]), torch.tensor([2**63 - 1]), torch.tensor([-1]), 2**63 - 1)
+    assert allocator.alloc(4).tolist() == [4, 5, 6, 7]
