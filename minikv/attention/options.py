@@ -169,11 +169,26 @@ def _check_tensors(
         raise ArgumentError("kv_indptr", tuple(kv_indptr.shape), "must have batch + 1 entries, the first of them 0")
     if qo_indptr is not None:
         _expect_ints("qo_indptr", qo_indptr, kv_indptr.shape[0], q.device)
+    if q.device.type == "cpu":  # looking at values on a device would wait for it
+        _check_list(kv_indptr, kv_indices, slots)
     if max_extend_len is not None and max_extend_len < 0:
         raise ArgumentError("max_extend_len", max_extend_len, "must be the longest new part, or None to read it back")
     if out is not None:
         _expect("out", out, (tokens, q_heads, v_cache.shape[2]), (q.dtype,), q.device)
         _last_dim_dense("out", out)
+
+
+def _check_list(kv_indptr: Tensor, kv_indices: Tensor, slots: int) -> None:
+    """The listed slots exist: a list that overruns would otherwise read other requests' keys without a word."""
+    listed = int(kv_indptr[-1])
+    if listed > kv_indices.shape[0]:
+        raise ArgumentError("kv_indptr", listed, f"ends past the {kv_indices.shape[0]} entries of kv_indices")
+    if listed:
+        least, most = (int(bound) for bound in torch.aminmax(kv_indices[:listed]))
+        if least < 0 or most >= slots:
+            raise ArgumentError(
+                "kv_indices", least if least < 0 else most, f"must be slots of the pool, 0..{slots - 1}"
+            )
 
 
 def _options(

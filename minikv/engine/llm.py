@@ -111,6 +111,7 @@ class LLM:
         self.allocator = PagedAllocator(size, page_size, self.device)
         self.table = RequestTable(max_requests, context, self.device)
         self.cache = RadixCache(page_size, self.allocator, self.table, eviction=eviction, disable=not prefix_cache)
+        self.cache.decode = self.tokenizer
         self.attention = AttentionBackend(
             self.pool, self.table, page_size=page_size, q_heads=config.q_heads,
             backend=attention, deterministic=deterministic, max_requests=max_requests,

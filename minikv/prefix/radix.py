@@ -76,6 +76,7 @@ class RadixCache(RequestLife):
         self.page_bytes = page_size * TOKEN_BYTES
         self._no_slots = torch.empty(0, dtype=torch.int64, device=self.device)
         self.recorders: list[Recorder] = []
+        self.decode: Any = None  # what pictures turn token ids into text with; an engine sets its tokenizer
         self._clear()
 
     def _clear(self) -> None:

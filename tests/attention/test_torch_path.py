@@ -6,8 +6,9 @@ import pytest
 import torch
 from cases import OPTION_SETS, attend, check, make_case
 
-from minikv.attention import padding, torch_path
+from minikv.attention import decode_attention, padding, torch_path
 from minikv.attention.options import Options
+from minikv.errors import ArgumentError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 RAGGED = ([5, 0, 3, 40, 0, 9], [3, 2, 0, 1, 0, 30])
@@ -111,3 +112,13 @@ def test_a_run_of_slots_is_read_in_place() -> None:
         indptr, indices, Options(1.0), qo_indptr=None, prefix_lens=None, new_keys=False, q_heads=1, token_bytes=8
     )
     assert part.slots == slice(7, 12)
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "names"),
+    [([0, 4], [62, 63, 64, 65], "kv_indices"), ([0, 2], [-2, -1], "kv_indices"), ([0, 9], [1, 2, 3], "kv_indptr")],
+)
+def test_lists_that_leave_the_pool_are_refused(indptr, indices, names) -> None:
+    pool = torch.randn(64, 1, 16)
+    with pytest.raises(ArgumentError, match=names):
+        decode_attention(torch.randn(1, 2, 16), pool, pool, torch.tensor(indptr), torch.tensor(indices))
