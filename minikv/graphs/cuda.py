@@ -131,14 +131,15 @@ class CudaGraphRunner(GraphRunner):
 
     def _shared(self, variant: str, out: Any) -> Any:
         """Move large outputs into the memory of the largest size's: only the last replay's output is of interest."""
-        largest = self._largest.setdefault(variant, tree_leaves(out))
-        roomy = iter(largest)
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        rooms = iter(self._largest.setdefault(variant, tensors))
 
         def move(t: Tensor) -> Tensor:
-            room = next(roomy)
-            if t is room or t.nbytes < SHARED_BYTES or t.shape[1:] != room.shape[1:] or self._is_static(room):
+            room = next(rooms)
+            if t is room or t.nbytes < SHARED_BYTES or t.nbytes > room.nbytes or self._is_static(room):
                 return t
-            return room[: t.shape[0]].copy_(t)
+            alike = (t.dtype, t.shape[1:]) == (room.dtype, room.shape[1:])
+            return room[: t.shape[0]].copy_(t) if alike else t
 
         return tree_map_only(Tensor, move, out)
 

@@ -116,3 +116,12 @@ def test_errors_of_the_step_are_the_steps(no_inductor) -> None:
 
     with pytest.raises(ValueError, match="own"):
         runner_of(step, 4, [4], CompiledRunner)({"x": torch.ones(4, 3)})
+
+
+@pytest.mark.gpu
+def test_compiled_on_cuda() -> None:
+    r = runner_of(double, 4, [2, 4], CompiledRunner, device="cuda")
+    for n in (3, 2):
+        x = torch.randn(n, 3)
+        assert torch.equal(r({"x": x}).cpu(), x * 2)
+    assert (r.stats.captures, r.stats.replays) == (2, 2)
