@@ -108,7 +108,7 @@ def examine() -> Report:
     if dot is None:
         lacks.append(Lack("dot", "graphs are drawn as text", "pip install graphviz-pure"))
     model = model_status()
-    facts["model"] = str(model)
+    facts["model"] = str(model).replace(str(Path.home()), "~")
     if not model.present:
         lacks.append(Lack("model file", "SmolLM2-135M is fetched on first use (93 MB)", "minikv model fetch"))
     return Report(tier, str(chosen), facts, lacks)
