@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minikv import LLM, SamplingParams, models
+from minikv.engine.sampler import Sampled
 from minikv.errors import StateError
 from minikv.models.download import model_path
 
@@ -19,6 +20,22 @@ TEXTS = [
     "The three primary colours are",
     "1, 2, 3, 4, 5,",
     "Die Hauptstadt von Deutschland ist",
+]
+MORE_TEXTS = [
+    "Water boils at",
+    "The opposite of hot is",
+    "A short poem about rain:",
+    "The capital of Italy is",
+    "In 1969 the first man",
+    "To bake bread you need",
+    "import numpy as np\n",
+    "Dear Sir or Madam,",
+    "The quick brown fox",
+    "Photosynthesis is the process by which",
+    "La vie est",
+    "Q: What is 7 times 8?\nA:",
+    "My favourite book is",
+    "The mitochondria is",
 ]
 GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0)
 
@@ -108,4 +125,35 @@ def test_chats_share_the_system_prompt(build, loaded, prompts):
     texts = [llm.generate([SYSTEM, {"role": "user", "content": q}], GREEDY)[0] for q in QUESTIONS[:3]]
     assert "Paris" in texts[0].text
     assert [out.cached_tokens for out in texts[1:]] == [shared // 4 * 4] * 2
+    idle(llm)
+
+
+class Forced:
+    """In a sampler's place: says the given text whatever the logits prefer, and counts where they prefer it too."""
+
+    def __init__(self, texts: dict[int, list[int]]) -> None:
+        self.texts, self.positions, self.agree = texts, 0, 0
+
+    def variant(self, requests):
+        return "sample"  # logits, please
+
+    def __call__(self, logits, requests):
+        said = [self.texts[r.id][r.length - r.prompt_len] for r in requests]
+        self.positions += len(said)
+        self.agree += int((logits.argmax(-1) == torch.tensor(said)).sum())
+        return Sampled(said)
+
+
+@pytest.mark.parametrize(("kv_dtype", "share"), [("float32", 1.0), ("fp8", 0.95)])
+def test_fp8_cache_prefers_the_same_tokens_on_the_fp32_text(kv_dtype, share, build):
+    """A decode step reads all its keys and values from the pool, so every position after the first depends on it."""
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    outs = build(kv_tokens=4096, graphs=False).generate(TEXTS + MORE_TEXTS, params)
+    llm = build(kv_tokens=4096, graphs=False, kv_dtype=kv_dtype)
+    llm.sampler = forced = Forced({i: out.token_ids for i, out in enumerate(outs, 1)})
+    again = llm.generate([out.prompt_token_ids for out in outs], params)
+    assert [out.token_ids for out in again] == [out.token_ids for out in outs]
+    assert forced.positions == 20 * 24
+    print(f"{kv_dtype}: the same first choice at {forced.agree / forced.positions:.1%} of {forced.positions} positions")
+    assert forced.agree >= share * forced.positions
     idle(llm)
