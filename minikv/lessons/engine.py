@@ -19,7 +19,7 @@ import numpy as np
 
 from minikv.errors import ArgumentError, Error
 from minikv.lessons.budget import OutOfSteps, limited
-from minikv.lessons.compare import first_difference
+from minikv.lessons.compare import first_difference, plain
 
 NOTEBOOKS = ("00", "01", "02", "03", "04", "05", "06", "07", "08")
 
@@ -234,18 +234,20 @@ def _judge(task: Exercise, function: Any) -> Verdict:
     return Verdict(task.id, True, f"{done} cases right", cases=done, hints=task.hints)
 
 
-def describe_call(task: Exercise, case: Case, limit: int = 200) -> str:
-    """The call of a case as a learner would write it, shortened."""
-    names = inspect.signature(_signature_of(task)).parameters
-    parts = ", ".join(f"{name}={_short(value)}" for name, value in zip(names, case.args, strict=False))
-    return parts if len(parts) <= limit else parts[: limit - 3] + "..."
+def describe_call(task: Exercise, case: Case, limit: int = 400) -> str:
+    """The call of a case as a learner would write it: whole when it fits in `limit` characters, else shortened."""
+    names = list(inspect.signature(_signature_of(task)).parameters)
+    values = [repr(plain(value)) for value in case.args]
+    parts = ", ".join(map("{}={}".format, names, values))
+    if len(parts) <= limit:
+        return parts
+    each = limit // max(len(values), 1) - max(map(len, names)) - 3
+    return ", ".join(f"{name}={shorten(value, each)}" for name, value in zip(names, values, strict=False))
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, np.ndarray) or hasattr(value, "tolist"):
-        value = value.tolist()
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def shorten(text: str, limit: int) -> str:
+    """`text` cut to at most `limit` characters, the cut marked by dots."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _signature_of(task: Exercise) -> Callable[..., Any]:

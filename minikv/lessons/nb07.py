@@ -216,6 +216,11 @@ def _duplicate_grid() -> Iterator[Case]:
     yield Case(
         ([8, 9, 10, 11, 12, 13, 14, 15], [4, 5, 6, 7, 12, 13, 14, 15], 0), "the second page is the request's own"
     )
+    yield Case(([4, 5, 6, 7, 12, 13], [20, 21, 22, 23], 4), "a borrowed page was moved: its old slots are the mover's")
+    yield Case(
+        ([4, 5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 28, 29, 30, 31], 4),
+        "a borrowed page was moved, and the next page is a duplicate",
+    )
 
 
 def _duplicate_random(rng: np.random.Generator) -> Case:
@@ -226,6 +231,8 @@ def _duplicate_random(rng: np.random.Generator) -> Case:
     first_own = int(rng.integers(protected, count + 1))
     mine[:protected] = theirs[:protected]
     theirs[first_own:] = mine[first_own:]
+    if protected and rng.random() < 0.3:  # a borrowed page was moved meanwhile
+        theirs[int(rng.integers(protected))] = pages[-2]
     tail = [pages[-1] * 4 + i for i in range(int(rng.integers(0, 4)))]
     spread = lambda some: [page * 4 + i for page in some for i in range(4)]  # noqa: E731
     return Case(([*spread(mine), *tail], spread(theirs), protected * 4))
@@ -238,9 +245,9 @@ DUPLICATE = Exercise(
         "A request has finished a chunk and its tokens were inserted into the tree. `row` has the request's slots, one per "
         "token. `tree` has the slots that the tree now holds for the first `len(tree)` tokens, the whole pages. At each position "
         "the tree either took the request's own slot (equal: the tree owns it, do not free it) or already had another request's "
-        "slot (different: the request's copy is a duplicate, free it). The first `protected` positions came from the tree, so "
-        "they are equal; never free them. Return `(free, new_row)`: the duplicates in row order, and `tree` followed by the "
-        "unchanged tail of `row`.\n\n"
+        "slot (different: the request's copy is a duplicate, free it). The first `protected` slots were borrowed from the tree: "
+        "never free them, even where the tree has moved a page to other slots meanwhile (who moves a page frees the old one). "
+        "Return `(free, new_row)`: the duplicates in row order, and `tree` followed by the unchanged tail of `row`.\n\n"
         "`row = [8, 9, 10, 11, 12]`, `tree = [4, 5, 6, 7]`, `protected = 0` gives `([8, 9, 10, 11], [4, 5, 6, 7, 12])`. With pages of "
         "2, `row = [4, 5, 8, 9, 12, 13, 14]`, `tree = [4, 5, 6, 7, 12, 13]`, `protected = 2` gives `([8, 9], [4, 5, 6, 7, 12, 13, 14])`."
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from minikv.lessons import check, exercises
-from minikv.lessons.engine import mistakes, solution
+from minikv.lessons.engine import describe_call, mistakes, solution
 
 ALL = exercises()
 
@@ -45,3 +45,11 @@ class TestExercise:
         verdict = check(task.id, endless, quiet=True)
         assert not verdict
         assert "never end" in verdict.message
+
+
+def test_a_failing_case_is_shown_whole_up_to_400_characters() -> None:
+    task = next(t for t in ALL if t.id == "06-insert-split")
+    for case in task.cases():
+        words, whole = describe_call(task, case), sum(len(repr(arg)) for arg in case.args)
+        assert len(words) <= 400
+        assert ("..." in words) == (whole + len("root=, tokens=, slots=") > 400)

@@ -115,6 +115,10 @@ def _adopt_frees_all_pages(row, tree, protected):
     return row[protected : len(tree)], [*tree, *row[len(tree) :]]
 
 
+def _adopt_frees_borrowed(row, tree, protected):
+    return adopt(row, tree, 0)
+
+
 def _adopt_drops_tail(row, tree, protected):
     return [*adopt(row, tree, protected)[0], *row[len(tree) :]], list(tree)
 
@@ -151,6 +155,7 @@ MISTAKES = {
         Mistake("the row still points at freed slots, which others will soon overwrite", _adopt_keeps_row),
         Mistake("the duplicates are never freed, so memory leaks", _adopt_frees_nothing),
         Mistake("slots that the tree took over are freed; it owns them now", _adopt_frees_all_pages),
+        Mistake("borrowed slots are freed; only the request's own copies may go", _adopt_frees_borrowed),
         Mistake("the tail that fills no page is lost; it stays the request's own", _adopt_drops_tail),
     ],
 }
