@@ -27,7 +27,7 @@ SHAPES = {
 
 
 def random_model(
-    config: ModelConfig,
+    config: ModelConfig | str,
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -40,8 +40,10 @@ def random_model(
 
     Parameters
     ----------
-    config, device, dtype
-        As for :class:`~minikv.models.decoder.Decoder`.
+    config
+        A shape, or the name of a published one (see ``SHAPES``).
+    device, dtype
+        As for :class:`~minikv.models.decoder.Decoder`; weights are made there, one by one.
     seed
         The same seed gives the same weights where they are drawn on the same kind of device.
     draw_on
@@ -54,6 +56,7 @@ def random_model(
     >>> bool((a.lm_head.weight == b.lm_head.weight).all())
     True
     """
+    config = shape(config) if isinstance(config, str) else config
     decoder = Decoder(config, device, dtype)
     source = torch.device(draw_on if draw_on is not None else device)
     generator = torch.Generator(source).manual_seed(seed)
