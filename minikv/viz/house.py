@@ -11,7 +11,7 @@ ROOMS = [
     ("graphs", "4", "record a decode step once, replay it", ""),
     ("models", "3", "the decoder that produces K, V and logits", "01 02"),
     ("prefix", "2", "radix cache: which tokens have K and V already", "06 07"),
-    ("attention", "2", "read K and V through the page table", ""),
+    ("attention", "2", "read K and V through the page table", "05"),
     ("memory", "1", "pages, request rows, the KV pool", "03 04"),
     ("device", "0", "which GPU or CPU, which tier", "00"),
 ]

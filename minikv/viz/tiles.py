@@ -168,8 +168,8 @@ def _short(value: float) -> str:
 
 
 def _vector(values: Any) -> str:
-    shown = ", ".join(_short(v) for v in values[:6])
-    return f"[{shown}{', …' if len(values) > 6 else ''}]"
+    some = values if len(values) <= 6 else values[:4]  # more would be too small to read
+    return f"[{', '.join(map(_short, some))}{', …' if len(values) > 6 else ''}]"
 
 
 def load_map(
@@ -231,7 +231,7 @@ def load_map(
     bottom = y0 + rows * h
     for c in range(0, cols + 1, page_size or max(cols, 1)):
         canvas.line(left + c * w - 0.5, y0 - 4, left + c * w - 0.5, bottom + 3, stroke=style.INK, line=1.2)
-    step = max(page_size or 1, math.ceil(cols / 12))
+    step = (page_size or 1) * math.ceil(cols / 12 / (page_size or 1))  # numbers stand where pages begin
     for c in range(0, cols, step):
         canvas.text(left + c * w + w / 2, bottom + 16, c * fold_cols, size=10.5, anchor="middle", fill=style.MUTED)
     words = "loads of one slot by one program: 1"
@@ -239,7 +239,10 @@ def load_map(
         words = f"loads in a block of {fold_rows} × {fold_cols}: 1"
     canvas.text(canvas.margin, bottom + 40, words, fill=style.MUTED)
     at = canvas.margin + 10 + 6.3 * len(words)
-    for i in range(5):
-        canvas.rect(at + 18 * i, bottom + 29, 18, 14, fill=style.blend(blue, 0.25 + 0.75 * i / 4))
-    canvas.text(at + 96, bottom + 40, f"{top}", fill=style.MUTED)
+    if top == 1:
+        canvas.rect(at, bottom + 29, 18, 14, fill=style.blend(blue, 0.7))
+    else:
+        for i in range(5):
+            canvas.rect(at + 18 * i, bottom + 29, 18, 14, fill=style.blend(blue, 0.25 + 0.75 * i / 4))
+        canvas.text(at + 96, bottom + 40, f"{top}", fill=style.MUTED)
     return canvas.finish(f"{title}: {facts}\n{style.Table(data)}", data, legend=False)
