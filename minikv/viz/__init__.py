@@ -24,6 +24,7 @@ Memory and prefix tree
 Batches and attention
     - ``batch.draw(qo_indptr, kv_indptr, kv_indices, *, tokens, decode, letters, page_size)``: the ragged batch.
     - ``batch.of_batch(batch, table, ...)``: the same of a live engine batch.
+    - ``order.draw(requests, *, decode, least)``: prompts in the order in which they ran, reused and computed tokens.
     - ``attention.draw(new_len, prefix_len, *, causal, sliding_window, mask, row, tile, tokens, decode,
       who)``: the triangle.
     - ``tiles.walk(scores, values, slots, *, tile, texts, who)``: a list of frames of the online softmax with m, l, acc.

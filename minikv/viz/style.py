@@ -138,7 +138,7 @@ def token_text(text: object) -> str:
     ('·the', '↵', '17')
     """
     swapped = str(text).replace("\r\n", "↵").replace("\n", "↵").replace("\t", "⇥").replace(" ", "·")
-    return "".join(_visible(c) for c in swapped)
+    return swapped if swapped.isprintable() else "".join(_visible(c) for c in swapped)
 
 
 def columns(text: str) -> int:
@@ -150,6 +150,10 @@ def _widths(text: str) -> Iterator[int]:
     """Columns of each character; what joins another character takes none."""
     before = " "
     for char in text:
+        if char < "\u0300" and before != "\u200d":  # the common case: nothing below is wide or joins
+            before = char
+            yield 1
+            continue
         joined = char in "\u200d\ufe0f" or before == "\u200d" or unicodedata.combining(char)
         yield 0 if joined else 2 if unicodedata.east_asian_width(char) in "WF" else 1
         before = char
