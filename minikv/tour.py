@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import os
 import re
@@ -116,8 +117,8 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
     list of Stop
         One per notebook; a stop with ``error`` has a page that shows where it failed.
     """
+    import nbformat
     from nbclient.exceptions import CellExecutionError
-    from nbconvert import HTMLExporter
 
     from minikv.models.download import model_path
 
@@ -130,11 +131,9 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
         model_path()
     except (StateError, OSError) as e:
         print(f"going on without the real model; its cells say so ({e})")
-    exporter, stops = HTMLExporter(), []
+    stops = []
     for path in paths:
         began, error = time.perf_counter(), ""
-        import nbformat
-
         try:
             notebook = run_notebook(path, progress=True)
         except CellExecutionError as e:
@@ -145,13 +144,39 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
             path.stem,
         )
         page = folder / f"{path.stem}.html"
-        body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
-        body = re.sub(r'href="([0-9]{2}_\w+)\.ipynb"', r'href="\1.html"', body)
-        page.write_text(body, encoding="utf-8")
+        page.write_text(_page(notebook, title, {other.stem for other in paths}), encoding="utf-8")
         stops.append(Stop(path, page, title, time.perf_counter() - began, error))
     (folder / "index.html").write_text(_index(stops), encoding="utf-8")
     print(f"wrote {folder / 'index.html'}; open {(folder / 'index.html').resolve().as_uri()} in a browser")
     return stops
+
+
+def _page(notebook, title: str, pages: set[str]) -> str:
+    """The notebook as one HTML file that loads nothing: no scripts, described pictures, dark dark where the reader prefers it."""
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter()
+    body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
+    # The template's scripts come from a CDN (formulas, diagrams, widgets); these notebooks have none of the former two
+    # and widgets need a kernel.
+    body = re.sub(r"<script\b.*?</script>", "", body, flags=re.S)
+    dark, *_ = exporter.environment.loader.get_source(exporter.environment, "static/theme-dark.css")
+    body = body.replace("</head>", f"<style>@media (prefers-color-scheme: dark) {{{dark}}}</style></head>", 1)
+
+    body = re.sub(r'<img (?:alt="[^"]*" )?src="data:image/svg\+xml;base64,([^"]+)"', _described, body)
+
+    def link(match: re.Match[str]) -> str:
+        stem, words = match.groups()
+        return f'<a href="{stem}.html">{words}</a>' if stem in pages else f"{words} (not in this tour)"
+
+    return re.sub(r'<a href="(\d\d_\w+)\.ipynb">(.*?)</a>', link, body, flags=re.S)
+
+
+def _described(match: re.Match[str]) -> str:
+    """An ``<img>`` of an SVG with the SVG's own title and description as alternative text."""
+    svg = base64.b64decode(match[1]).decode()
+    words = [found[1] for tag in ("title", "desc") if (found := re.search(rf"<{tag}[^>]*>([^<]*)</{tag}>", svg))]
+    return f'<img alt="{": ".join(words)}" src="data:image/svg+xml;base64,{match[1]}"'
 
 
 def _index(stops: list[Stop]) -> str:

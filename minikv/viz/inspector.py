@@ -27,6 +27,9 @@ class TreeWidget(anywidget.AnyWidget):
     selected = traitlets.Int(-1).tag(sync=True)
     detail = traitlets.Dict({"id": -1, "facts": {}}).tag(sync=True)
 
+    def __repr__(self) -> str:
+        return "(in JupyterLab: search this tree by text, open its nodes)"
+
 
 class Inspector:
     """A tree that can be searched and opened, with a static picture before it.

@@ -12,6 +12,7 @@ import traitlets
 
 from minikv.errors import ArgumentError
 from minikv.viz.style import Drawing
+from minikv.viz.widgets import Box
 
 STEPPER_JS = """
 function render({ model, el }) {
@@ -84,7 +85,7 @@ class Player:
     Attributes
     ----------
     widget
-        The player alone, an ``ipywidgets.VBox``.
+        The player alone, a box of widgets.
     stack, play, slider, stepper, links
         Its parts.
 
@@ -116,7 +117,7 @@ class Player:
         controls = ipywidgets.HBox(
             [self.play, self.stepper, self.slider], layout=ipywidgets.Layout(flex_flow="row wrap")
         )
-        self.widget = ipywidgets.VBox([controls, self.stack])
+        self.widget = Box([controls, self.stack], f"a player that steps through {len(self.frames)} pictures")
 
     def __len__(self) -> int:
         return len(self.frames)

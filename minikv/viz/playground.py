@@ -14,7 +14,7 @@ from minikv.viz import pages as page_map
 from minikv.viz import style, tree, tree_frames
 from minikv.viz.player import Player
 from minikv.viz.style import Drawing
-from minikv.viz.widgets import Live
+from minikv.viz.widgets import Box, Live
 
 TITLE = "Radix playground"
 
@@ -102,7 +102,8 @@ class Playground:
             self.run(prompt)
         self.static = self.drawing
         row = ipywidgets.HBox([*self.buttons.values(), self.hold], layout=ipywidgets.Layout(flex_flow="row wrap"))
-        self.widget = ipywidgets.VBox([self.prompt, row, self._live.errors, self._live.picture])
+        parts = [self.prompt, row, self._live.errors, self._live.picture]
+        self.widget = Box(parts, "type prompts and watch this tree change")
 
     @property
     def errors(self) -> Any:

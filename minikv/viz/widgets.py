@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets
@@ -10,6 +10,17 @@ import ipywidgets
 from minikv.viz.style import Drawing
 
 _HANDLER = "_minikv_handler"
+
+
+class Box(ipywidgets.VBox):
+    """A column of widgets whose text form is `words`: all that a page without JupyterLab shows of it."""
+
+    def __init__(self, children: Sequence[ipywidgets.Widget], words: str) -> None:
+        super().__init__(children)
+        self.words = words
+
+    def __repr__(self) -> str:
+        return f"(in JupyterLab: {self.words})"
 
 
 class Live:
@@ -47,7 +58,7 @@ class Live:
         self.redraw()
         self.static = self.drawing
         box = ipywidgets.HBox(list(controls.values()), layout=ipywidgets.Layout(flex_flow="row wrap"))
-        self.widget = ipywidgets.VBox([box, self.errors, self.picture])
+        self.widget = Box([box, self.errors, self.picture], "the same picture, with controls for " + ", ".join(controls))
 
     def _subscribe(self, control: Any) -> None:
         old = getattr(control, _HANDLER, None)

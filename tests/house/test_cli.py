@@ -101,8 +101,29 @@ def test_pages_fold_their_answers_and_link_to_each_other(folder, tmp_path) -> No
     )
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(source)])
     nbformat.write(book, folder / "00_first.ipynb")
-    assert cli.main(["tour", "--only", "00", "--out", str(tmp_path / "pages")]) == 0
+    assert cli.main(["tour", "--only", "00,01", "--out", str(tmp_path / "pages")]) == 0
     page = (tmp_path / "pages" / "00_first.html").read_text()
     folded = page[page.index("<summary>Answer") :]
     assert folded.index("It is 4.") < folded.index("</details>")
     assert 'href="01_second.html"' in page
+    assert cli.main(["tour", "--only", "00", "--out", str(tmp_path / "pages")]) == 0
+    page = (tmp_path / "pages" / "00_first.html").read_text()
+    assert "to the second (not in this tour)" in page
+    assert "01_second" not in page
+
+
+def test_pages_load_nothing_and_describe_their_pictures(folder, tmp_path) -> None:
+    source = (
+        "from IPython.display import display\n"
+        "from minikv.viz import style\n"
+        "display(style.legend())\n"
+        "print('<script>1</script>')"
+    )
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbformat.write(book, folder / "00_first.ipynb")
+    assert cli.main(["tour", "--only", "00", "--out", str(tmp_path / "pages")]) == 0
+    page = (tmp_path / "pages" / "00_first.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;1&lt;/script&gt;" in page
+    assert 'alt="The legend of every picture: Each mark of the pictures with its meaning."' in page
+    assert "prefers-color-scheme: dark" in page

@@ -91,6 +91,20 @@ def test_pictures_have_words_and_are_small(book) -> None:
                 assert "viewBox" in svg, cell.id
 
 
+def test_a_page_without_widgets_reads_well(book) -> None:
+    for cell in book.cells:
+        for out in cell.get("outputs", []):
+            if "application/vnd.jupyter.widget-view+json" in out.get("data", {}):
+                assert out.data["text/plain"].startswith("(in JupyterLab: "), f"{cell.id}: {out.data['text/plain']}"
+
+
+def test_formulas_are_words_and_code(book) -> None:
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            prose = re.sub(r"```.*?```|`[^`]*`", "", cell.source, flags=re.S)
+            assert not re.search(r"\$[^$\s][^$]*\$", prose), f"{cell.id}: the tour's pages load no MathJax"
+
+
 def test_no_shell_lines(book) -> None:
     for cell in book.cells:
         if cell.cell_type == "code" and "colab" not in cell.metadata.get("tags", []):

@@ -59,6 +59,20 @@ def test_the_static_picture_is_outside() -> None:
         Player([])
 
 
+def test_without_jupyterlab_a_widget_is_a_sentence(running) -> None:
+    shown = [
+        Player(_frames()).widget,
+        calculator.widget().widget,
+        Playground().widget,
+        inspector.Inspector(running.cache, decode=example.WORDS).widget,
+    ]
+    for widget in shown:
+        bundle = widget._repr_mimebundle_()  # anywidget's comes with metadata
+        text = (bundle if isinstance(bundle, dict) else bundle[0])["text/plain"]
+        assert text.startswith("(in JupyterLab: ")
+        assert text.endswith(")"), "longer than ipywidgets shows"
+
+
 def test_scripts_come_from_no_network() -> None:
     for script in (inspector.TreeWidget._esm, Player(_frames()).stepper._esm):
         assert "http" not in str(script)
