@@ -152,7 +152,7 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
 
 
 def _page(notebook, title: str, pages: set[str]) -> str:
-    """The notebook as one HTML file that loads nothing: no scripts, described pictures, dark dark where the reader prefers it."""
+    """The notebook as one HTML file that loads nothing, describes its pictures, and is dark where the reader prefers it."""
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter()

@@ -58,7 +58,8 @@ class Live:
         self.redraw()
         self.static = self.drawing
         box = ipywidgets.HBox(list(controls.values()), layout=ipywidgets.Layout(flex_flow="row wrap"))
-        self.widget = Box([box, self.errors, self.picture], "the same picture, with controls for " + ", ".join(controls))
+        words = "the same picture, with controls for " + ", ".join(controls)
+        self.widget = Box([box, self.errors, self.picture], words)
 
     def _subscribe(self, control: Any) -> None:
         old = getattr(control, _HANDLER, None)
