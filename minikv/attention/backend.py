@@ -150,7 +150,7 @@ class AttentionBackend:
     def _begin(self, forward: Callable[..., Tensor], out_slots: Tensor, tokens: int) -> None:
         if out_slots.shape != (tokens,):
             raise ArgumentError("out_slots", tuple(out_slots.shape), f"must be [{tokens}], one slot per new token")
-        self._forward, self._out_slots = forward, out_slots
+        self._forward, self.out_slots = forward, out_slots
         self._parts.clear()
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: LayerAttention) -> Tensor:
@@ -176,7 +176,8 @@ class AttentionBackend:
 
     def extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: LayerAttention) -> Tensor:
         """:meth:`forward` after ``begin_extend``."""
-        opts, k_cache, v_cache = self._write(layer, q, k, v, options)
+        self._store(layer, q, k, v)
+        opts, k_cache, v_cache = self._checked(layer, q, options)
         if self.backend == "triton":
             settings = {**self._settings(options), "max_extend_len": self._max_extend_len, "backend": "triton"}
             if self._prefix_lens is not None:
@@ -193,7 +194,12 @@ class AttentionBackend:
 
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: LayerAttention) -> Tensor:
         """:meth:`forward` after ``begin_decode``."""
-        opts, k_cache, v_cache = self._write(layer, q, k, v, options)
+        self._store(layer, q, k, v)
+        return self.decode_stored(layer, q, options)
+
+    def decode_stored(self, layer: int, q: Tensor, options: LayerAttention) -> Tensor:
+        """:meth:`decode` where the new keys and values lie in the pool, at ``out_slots``, already."""
+        opts, k_cache, v_cache = self._checked(layer, q, options)
         if self.backend == "triton":
             from minikv.attention.decode import decode_attention
 
@@ -204,16 +210,17 @@ class AttentionBackend:
         parts = self._padded(opts, q, k_cache, v_cache, None, None, False)
         return torch_path.run(parts, q, k_cache, v_cache, opts)  # type: ignore[return-value]
 
-    def _write(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: LayerAttention
-    ) -> tuple[Options, Tensor, Tensor]:
-        """Store the new keys and values, before anything reads them."""
-        if q.shape[0] != self._out_slots.shape[0]:
-            raise ArgumentError("q", tuple(q.shape), f"the batch that was begun has {self._out_slots.shape[0]} tokens")
-        self.pool.set_kv(layer, self._out_slots, k, v)
+    def _store(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the new keys and values, before anything reads them."""
+        if q.shape[0] != self.out_slots.shape[0]:
+            raise ArgumentError("q", tuple(q.shape), f"the batch that was begun has {self.out_slots.shape[0]} tokens")
+        self.pool.set_kv(layer, self.out_slots, k, v)
+
+    def _checked(self, layer: int, q: Tensor, options: LayerAttention) -> tuple[Options, Tensor, Tensor]:
+        """The options of a layer, checked when it first comes, and its keys and values."""
         k_cache, v_cache = self.pool.k(layer), self.pool.v(layer)
         opts = self._options.get(options)
-        if opts is None:  # checked once per layer
+        if opts is None:
             qo, (indptr, indices) = self._lists[0], self._lists
             opts = check_unified(q, k_cache, v_cache, qo, indptr, indices, indptr[1:], **self._settings(options))
             self._options[options] = opts

@@ -1,0 +1,100 @@
+"""A decode step in few kernels: the same decoder, its layers as seven launches for few rows, ten for many.
+
+Between two reads of weights nothing is launched that could be part of the one before or after it. The results are the
+plain decoder's: each fused kernel rounds where its parts would. Eager steps are better off without, since a Triton
+launch costs the host more than PyTorch's; a captured graph pays it once.
+
+======================  ==============================  ================================
+for each layer          up to ``MOST_ROWS`` rows        more rows
+======================  ==============================  ================================
+norm, q/k/v             1                               2 (with the sum before), cuBLAS
+q/k norm, rotate, K/V   1                               1
+attention               2 (parts and their merge)       1 or 2
+output, sum             1                               1, cuBLAS
+norm, gate and up, act  1                               3 (with the sum before), cuBLAS
+down, sum               1                               1, cuBLAS
+======================  ==============================  ================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minikv.attention.backend import AttentionBackend
+from minikv.models.decoder import Decoder
+from minikv.models.fused_heads import rotate_and_store
+from minikv.models.fused_linear import MOST_ROWS, project
+from minikv.models.fused_rows import add_norm, silu_mul
+from minikv.models.layers import MLP, SelfAttention
+
+
+class FusedDecoder:
+    """Calls like :class:`Decoder`, for batches that ``begin_decode`` or ``begin_decode_static`` began.
+
+    Parameters
+    ----------
+    decoder
+        The model, whose weights are used as they are.
+    longest
+        Positions are below this: the cosines and sines of all of them are kept.
+    """
+
+    def __init__(self, decoder: Decoder, longest: int) -> None:
+        self.decoder = decoder
+        weight = decoder.embed_tokens.weight
+        with torch.inference_mode(False):
+            angles = decoder.rotary(torch.arange(longest, device=weight.device), weight.dtype)
+        self.cos, self.sin = (part.view(longest, -1).contiguous() for part in angles)
+
+    @staticmethod
+    def fits(decoder: Decoder, attention: AttentionBackend) -> bool:
+        """Whether the kernels are made for this model and machine: no latent attention, Triton on sm80 or newer."""
+        device = attention.device
+        on_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        return on_gpu and attention.backend == "triton" and decoder.config.mla is None
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """Logits [rows, vocab] of one new token per row, as ``Decoder.forward`` gives them."""
+        hidden = F.embedding(token_ids, self.decoder.embed_tokens.weight)  # [rows, hidden]
+        few = token_ids.shape[0] <= MOST_ROWS
+        return (self._few if few else self._many)(hidden, positions, attention)
+
+    def _few(self, hidden: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        for layer in self.decoder.layers:
+            attn, mlp, before, after = _parts(layer)
+            qkv = project(hidden, attn.qkv_proj.weight, attn.qkv_proj.bias, norm=before.weight, eps=before.eps)
+            out = self._attend(attn, qkv, positions, attention)
+            hidden = project(out, attn.o_proj.weight, attn.o_proj.bias, residual=hidden)
+            gated = project(hidden, mlp.gate_up_proj.weight, norm=after.weight, eps=after.eps, gated=True)
+            hidden = project(gated, mlp.down_proj.weight, residual=hidden)
+        final = self.decoder.norm
+        return project(hidden, self.decoder.lm_head.weight, norm=final.weight, eps=final.eps)
+
+    def _many(self, hidden: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        delta = None  # what the last product left to add to the stream: the next norm's kernel does
+        for layer in self.decoder.layers:
+            attn, mlp, before, after = _parts(layer)
+            x, hidden = add_norm(hidden, delta, before.weight, before.eps)
+            out = self._attend(attn, F.linear(x, attn.qkv_proj.weight, attn.qkv_proj.bias), positions, attention)
+            delta = F.linear(out, attn.o_proj.weight, attn.o_proj.bias)
+            x, hidden = add_norm(hidden, delta, after.weight, after.eps)
+            delta = F.linear(silu_mul(F.linear(x, mlp.gate_up_proj.weight)), mlp.down_proj.weight)
+        final = self.decoder.norm
+        return F.linear(add_norm(hidden, delta, final.weight, final.eps)[0], self.decoder.lm_head.weight)
+
+    def _attend(self, attn: SelfAttention, qkv: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """Attention's output [rows, q_heads * d] for the projection of each row."""
+        norms: dict[str, Any] = {}
+        if attn.q_norm is not None and attn.k_norm is not None:
+            norms = {"q_norm": attn.q_norm.weight, "k_norm": attn.k_norm.weight, "eps": attn.q_norm.eps}
+        pool, i = attention.pool, attn.layer
+        q = rotate_and_store(qkv, self.cos, self.sin, positions, attention.out_slots, pool.k(i), pool.v(i), **norms)
+        return attention.decode_stored(i, q, attn.options).view(qkv.shape[0], -1)
+
+
+def _parts(layer: Any) -> tuple[SelfAttention, MLP, Any, Any]:
+    return layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
