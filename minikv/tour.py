@@ -152,7 +152,7 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
 
 
 def _page(notebook, title: str, pages: set[str]) -> str:
-    """The notebook as one HTML file that loads nothing, describes its pictures, and is dark where the reader prefers it."""
+    """The notebook as one HTML file that loads nothing, describes its pictures and is dark where the reader likes it."""
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter()
@@ -160,7 +160,9 @@ def _page(notebook, title: str, pages: set[str]) -> str:
     # The template's scripts come from a CDN (formulas, diagrams, widgets); these notebooks have none of the former two
     # and widgets need a kernel.
     body = re.sub(r"<script\b.*?</script>", "", body, flags=re.S)
-    dark, *_ = exporter.environment.loader.get_source(exporter.environment, "static/theme-dark.css")
+    templates = exporter.environment.loader
+    assert templates is not None
+    dark, *_ = templates.get_source(exporter.environment, "static/theme-dark.css")
     body = body.replace("</head>", f"<style>@media (prefers-color-scheme: dark) {{{dark}}}</style></head>", 1)
 
     body = re.sub(r'<img (?:alt="[^"]*" )?src="data:image/svg\+xml;base64,([^"]+)"', _described, body)
