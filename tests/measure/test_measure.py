@@ -98,6 +98,40 @@ def test_memory_benches_run_on_the_cpu(monkeypatch, capsys) -> None:
         assert "CPU row" in capsys.readouterr().out
 
 
+def test_engine_benches_run_on_the_cpu(monkeypatch, tmp_path, capsys) -> None:
+    from minikv.measure import bench_throughput, bench_traces
+
+    found = bench_traces.run(tmp_path, device="cpu")
+    assert json.dumps(found)
+    assert [row["workload"] for row in found["rows"]] == ["few-shot", "chat", "tree-of-thought", "rag"]
+    for row in found["rows"]:
+        assert 0 < row["hit rate"] <= row["optimum"] + 0.05, "a queue may be served in a luckier order"
+        assert (tmp_path / f"{row['workload']}.svg").read_text().startswith("<svg")
+
+    monkeypatch.setattr(bench_throughput, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(bench_throughput, "matmul_rate", lambda device, dtype: 1e10)
+    monkeypatch.setitem(bench_throughput.LOADS, "cpu", bench_throughput.Load("tiny", 6, 4, 12, 3, 0.0))
+    ours, limit, *peers = bench_throughput.run(device="cpu")["rows"]
+    assert ours["requests"] == limit["requests"] == 6
+    assert ours["tok/s"] * ours["seconds"] == pytest.approx(ours["output tokens"])
+    assert "transformers" in capsys.readouterr().out
+    for row in peers:
+        assert row["minikv / this"] == pytest.approx(ours["tok/s"] / row["tok/s"])
+
+
+def test_transformers_gets_the_same_weights() -> None:
+    pytest.importorskip("transformers")
+    from minikv import LLM, SamplingParams
+    from minikv.measure.bench_throughput import transformers_model
+
+    llm = LLM("tiny", device="cpu", kv_tokens=256)
+    model, prompt = transformers_model(llm.decoder), [7, 300, 41, 5]
+    [out] = llm.generate(prompt, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
+    ids = torch.tensor([prompt])
+    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=9)
+    assert theirs[0, 4:].tolist() == out.token_ids
+
+
 @pytest.mark.gpu
 def test_graph_timing_runs_every_call() -> None:
     x = torch.zeros(1, device="cuda")
