@@ -110,7 +110,8 @@ def rotate_kernel(
 ):  # fmt: skip
     """Program (t, b): heads ``b * HEADS ..`` of token t, as two halves a, b [HEADS, d / 2].
 
-    Turned, they are ``a cos - b sin`` and ``b cos + a sin``. Queries go to `q`, keys and values to the pool; values are neither normalised nor turned.
+    Turned, they are ``a cos - b sin`` and ``b cos + a sin``. Queries go to `q`, keys and values to the pool; values are
+    neither normalised nor turned.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore

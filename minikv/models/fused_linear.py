@@ -77,7 +77,7 @@ def project(
     dependent = can_depend(x.device) if dependent is None else dependent
     one = rows == 1
     kernel = one_row_kernel if one else few_rows_kernel
-    extra: dict[str, Any] = {} if one else {"BLOCK_M": 16}
+    extra: dict[str, Any] = {} if one else {"BLOCK_M": max(16, triton.next_power_of_2(rows))}
     kernel[(triton.cdiv(n, tiles.block_n),)](
         *(x, weight, bias, norm, residual, out, rows, n, eps, x.stride(0)),
         K=k,

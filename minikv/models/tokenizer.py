@@ -68,6 +68,7 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int = 512, eos_ids: Iterable[int] = (256,)) -> None:
         self.vocab_size, self.eos_ids = vocab_size, frozenset(eos_ids)
         self.roles = {"user": 257, "assistant": 258, "system": 259}
+        self.specials = {256: "end", **{i: role for role, i in self.roles.items()}}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -105,6 +106,11 @@ class FileTokenizer:
         Jinja source of the chat template, or None.
     add_bos
         True puts the start token in front of every encoded text, False never; None leaves it to the tokenizer's file.
+
+    Attributes
+    ----------
+    specials
+        Names of the special tokens by id; they decode to nothing.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class FileTokenizer:
         self.names, self.template, self.add_bos = names, template, add_bos
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = backend.token_to_id(names.get("bos_token", ""))
+        self.specials = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
 
     def encode(self, text: str) -> list[int]:
         ids = self.backend.encode(text, add_special_tokens=self.add_bos is not False).ids

@@ -1,0 +1,199 @@
+"""Fused kernels of a decode step beside their PyTorch twins and float64, at odd sizes, with poisoned outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minikv._triton import HAVE_TRITON
+from minikv.attention import AttentionBackend
+from minikv.memory import KVPool, RequestTable
+from minikv.memory.pool_kernels import FP8
+from minikv.models import ModelConfig, random_model
+from minikv.models.fused import FusedDecoder
+from minikv.models.fused_heads import rotate_and_store, rotate_and_store_torch
+from minikv.models.fused_linear import LinearTiles, project, project_torch
+from minikv.models.fused_rows import add_norm, add_norm_torch, silu_mul, silu_mul_torch
+
+CUDA = torch.cuda.is_available()
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest value
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d).split(".")[1])
+def dtype(request: pytest.FixtureRequest, device: str) -> torch.dtype:
+    if device == "cpu" and request.param is torch.bfloat16:
+        pytest.skip("Triton's interpreter computes bf16 wrongly")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a kernel is given to fill holds NaN: what it leaves out shows."""
+    for name in ("empty", "empty_like"):
+        real = getattr(torch, name)
+
+        def poisoned(*args: Any, real: Any = real, **options: Any) -> Tensor:
+            made = real(*args, **options)
+            return made.fill_(torch.nan) if made.is_floating_point() else made
+
+        monkeypatch.setattr(torch, name, poisoned)
+
+
+def same(got: Tensor, twin: Tensor, want: Tensor) -> None:
+    """Both within the dtype's tolerance of float64, and no further from each other."""
+    bound = TOLERANCE[got.dtype] * max(1.0, want.abs().max().item())
+    for made in (got, twin):
+        assert made.dtype == got.dtype
+        assert made.shape == want.shape
+        assert (made.double() - want).abs().max() <= bound
+    assert (got.double() - twin.double()).abs().max() <= bound
+
+
+def wide(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.double()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize(("n", "k"), [(40, 72), (46, 96), (2, 16)])
+@pytest.mark.parametrize("parts", ["", "bias", "norm residual", "norm gated", "bias norm gated residual"])
+def test_few_rows_times_a_matrix(device, dtype, rows, n, k, parts) -> None:
+    gated = "gated" in parts
+    x, w = torch.randn(rows, k), torch.randn(n, k) / k**0.5
+    options = {
+        "bias": torch.randn(n) if "bias" in parts else None,
+        "norm": torch.rand(k) + 0.5 if "norm" in parts else None,
+        "residual": torch.randn(rows, n // 2 if gated else n) if "residual" in parts else None,
+    }
+    x, w, *rest = (None if t is None else t.to(device, dtype) for t in (x, w, *options.values()))
+    given: dict[str, Any] = dict(zip(options, rest, strict=True))
+    more: dict[str, Any] = {"eps": 1e-5, "gated": gated}
+    want = project_torch(wide(x), wide(w), **{name: wide(t) for name, t in given.items()}, **more)  # type: ignore[arg-type]
+    same(project(x, w, **given, **more), project_torch(x, w, **given, **more), want)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tiles_may_be_wider_than_the_matrix_or_not_divide_it(device, dtype, rows) -> None:
+    x, w, r = (torch.randn(*s).to(device, dtype) for s in ((rows, 80), (22, 80), (rows, 22)))
+    want = project_torch(x.double(), w.double(), residual=r.double())
+    for block_n, block_k in ((16, 16), (16, 32), (32, 128)):
+        got = project(x, w, residual=r, tiles=LinearTiles(block_n, block_k))
+        same(got, project_torch(x, w, residual=r), want)
+
+
+def test_a_row_does_not_depend_on_the_others(device, dtype) -> None:
+    x, w, g = (torch.randn(*s).to(device, dtype) for s in ((16, 96), (40, 96), (96,)))
+    whole = project(x, w, norm=g, eps=1e-5, gated=True)
+    for rows in (2, 5, 13):
+        assert torch.equal(project(x[:rows], w, norm=g, eps=1e-5, gated=True), whole[:rows])
+
+
+@pytest.mark.parametrize("with_sum", [False, True])
+@pytest.mark.parametrize(("rows", "k"), [(1, 72), (5, 100), (17, 16)])
+def test_sum_and_norm(device, dtype, rows, k, with_sum) -> None:
+    x, delta, norm = (torch.randn(*s).to(device, dtype) for s in ((rows, k), (rows, k), (k,)))
+    given = x, delta if with_sum else None, norm
+    twins, wants = add_norm_torch(*given, 1e-5), add_norm_torch(*map(wide, given), 1e-5)  # type: ignore[arg-type]
+    for got, twin, want in zip(add_norm(*given, 1e-5), twins, wants, strict=True):
+        same(got, twin, want)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(1, 20), (3, 1500)])
+def test_silu_times_gate(device, dtype, rows, k) -> None:
+    x = 4 * torch.randn(rows, 2 * k).to(device, dtype)
+    same(silu_mul(x), silu_mul_torch(x), silu_mul_torch(x.double()))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "d"), [(3, 1, 16), (4, 2, 20), (9, 3, 64)])
+def test_heads_are_turned_and_stored(device, dtype, q_heads, kv_heads, d, norm) -> None:
+    tokens, slots = 4, torch.tensor([5, 1, 99, 2], device=device)  # 99 lies outside the pool
+    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * d).to(device, dtype)
+    angle = torch.randn(9, d // 2)
+    cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    positions = torch.tensor([8, 0, 3, 3], device=device)
+    norms: dict[str, Any] = {}
+    if norm:
+        norms = {name: (torch.rand(d) + 0.5).to(device, dtype) for name in ("q_norm", "k_norm")}
+    pools = [torch.full((7, kv_heads, d), 77.0, device=device, dtype=dtype) for _ in range(6)]
+    real = slots != 99
+    with_eps = {**norms, "eps": 1e-5}
+    got = rotate_and_store(qkv, cos, sin, positions, slots, *pools[:2], **with_eps)
+    twin = rotate_and_store_torch(qkv[real], cos, sin, positions[real], slots[real], *pools[2:4], **with_eps)
+    exact = [p.double() for p in pools[4:]]
+    double = {name: t.double() for name, t in norms.items()}
+    want = rotate_and_store_torch(
+        *(qkv[real].double(), cos.double(), sin.double(), positions[real], slots[real], *exact), **double, eps=1e-5
+    )
+    same(got[real], twin, want)
+    assert got.isfinite().all()
+    for mine, theirs, true in zip(pools[:2], pools[2:4], exact, strict=True):
+        same(mine, theirs, true)
+        assert (mine[[0, 3, 4, 6]] == 77).all(), "other slots are as they were"
+
+
+@pytest.mark.gpu
+def test_keys_go_to_an_fp8_pool() -> None:
+    qkv = 300 * torch.randn(3, 4 * 64, device="cuda", dtype=torch.bfloat16)  # some beyond fp8's range
+    cos, sin = torch.ones(2, 4, 32, device="cuda", dtype=torch.bfloat16).unbind()
+    where = torch.tensor([0, 1, 3], device="cuda"), torch.tensor([4, 1, 2], device="cuda")
+    pools = [torch.zeros(5, 1, 64, device="cuda", dtype=FP8) for _ in range(4)]
+    rotate_and_store(qkv, cos, sin, *where, *pools[:2])
+    rotate_and_store_torch(qkv, cos, sin, *where, *pools[2:])
+    for mine, twin in zip(pools[:2], pools[2:], strict=True):
+        assert torch.equal(mine.view(torch.uint8), twin.view(torch.uint8))
+        assert mine.float().abs().max() == 448
+
+
+SHAPES = {
+    "qwen3": ModelConfig("qwen3", 2, 48, 72, 4, 2, 16, vocab_size=60, max_context=64, qk_norm=True),
+    "biased, windowed": ModelConfig(
+        "qwen2", 2, 32, 48, 3, 1, 32, 100, 64, qkv_bias=True, o_bias=True, tie_embeddings=True, sliding_window=(-1, 2)
+    ),
+    "sinks": ModelConfig("llama", 1, 32, 48, 2, 2, 16, 50, 64, sinks=True),
+}
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_a_fused_step_gives_the_decoders_logits(device, shape, rows) -> None:
+    config = SHAPES[shape]
+    decoder = random_model(config, seed=1, device=device, draw_on="cpu")
+    lens = torch.randint(2, 6, (rows,))
+    total, logits, pools = int(lens.sum()), [], []
+    old = torch.randn(config.num_layers, 2, total, config.kv_heads, config.head_dim, device=device)
+    for make in (lambda d: d, lambda d: FusedDecoder(d, 32)):
+        pool = KVPool(256, 4, config.num_layers, config.kv_heads, config.head_dim, torch.float32, device)
+        table = RequestTable(rows, 32, device)
+        attention = AttentionBackend(
+            pool, table, page_size=4, q_heads=config.q_heads, backend="triton", max_requests=rows
+        )
+        slots = torch.arange(4, 4 + total, device=device)
+        taken = table.alloc(rows)
+        table.write(taken, [0] * rows, lens, slots)
+        for i in range(config.num_layers):
+            pool.set_kv(i, slots, *old[i])
+        attention.begin_decode(torch.tensor(taken), lens, slots[(lens.cumsum(0) - 1).to(device)])
+        tokens = torch.arange(rows, device=device)
+        logits.append(make(decoder)(tokens, (lens - 1).to(device), attention))
+        pools.append(torch.stack([part(i) for i in range(config.num_layers) for part in (pool.k, pool.v)]))
+    assert (logits[0] - logits[1]).abs().max() <= 1e-4
+    assert (pools[0] - pools[1]).abs().max() <= 1e-4
+
+
+def test_the_cpu_and_latent_attention_keep_the_plain_decoder() -> None:
+    decoder = random_model("tiny")
+    config = decoder.config
+    pool = KVPool(64, 4, config.num_layers, config.kv_heads, config.head_dim, torch.float32, "cpu")
+    attention = AttentionBackend(pool, RequestTable(2, 32), page_size=4, q_heads=config.q_heads)
+    assert not FusedDecoder.fits(decoder, attention)
+
+
+@pytest.mark.skipif(CUDA or not HAVE_TRITON, reason="compiled here by every other test, or Triton is not installed")
+def test_fused_kernels_compile() -> None:
+    from compile_check import compile_cases
+
+    reports = compile_cases("models")
+    assert len(reports) >= 15
