@@ -13,7 +13,7 @@ from minikv.report import dot_program
 from minikv.viz import style
 from minikv.viz.canvas import next_id
 from minikv.viz.live import Texts
-from minikv.viz.style import Drawing
+from minikv.viz.style import Drawing, many
 from minikv.viz.tree_view import as_text, fold, gap_text, label, read, walk
 
 HINT = "no Graphviz program was found; to draw with it: pip install graphviz-pure"
@@ -37,7 +37,8 @@ def graph(cache: Any, *, decode: Any = None, requests: Any = None, max_nodes: in
             elif item.node is None:
                 made.node(name, literal("root" if root.namespace is None else str(root.namespace)), shape="oval")
             else:
-                facts = f"{item.tokens} tokens, {item.hits} hits" + (f", locked {item.locks}" if item.locks else "")
+                facts = f"{many(item.tokens, 'token')}, {many(item.hits, 'hit')}"
+                facts += f", locked {item.locks}" if item.locks else ""
                 made.node(name, literal(label(item, texts, 36)) + r"\n" + literal(facts))
             if item.parent is not None:
                 made.edge(ids[id(item.parent)], name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from minikv.errors import ArgumentError
@@ -24,7 +25,8 @@ class Texts:
     ----------
     decode
         A tokenizer (its ``decode`` takes a list of ids), a function that takes a list of ids, a list or dict of
-        texts by id, or None for the numbers themselves.
+        texts by id, or None for the numbers themselves. Special tokens, which decode to nothing, are shown by the
+        names in a tokenizer's ``specials`` (a dict by id).
 
     Examples
     --------
@@ -33,7 +35,9 @@ class Texts:
     """
 
     def __init__(self, decode: Any = None) -> None:
-        self.known: dict[int, str] = {}
+        named = getattr(decode, "specials", None) or {}
+        self.specials = {int(i): f"⟨{str(name).strip('<|>')}⟩" for i, name in named.items()}
+        self.known: dict[int, str] = dict(self.specials)
         self.call: Callable[[list[int]], str] | None = None
         if isinstance(decode, Mapping):
             self.known = {int(k): str(v) for k, v in decode.items()}
@@ -52,7 +56,10 @@ class Texts:
     def joined(self, tokens: Any) -> str:
         """The text of consecutive tokens."""
         ids = ints(tokens)
-        return str(self.call(ids)) if self.call else " ".join(map(self, ids))
+        if not self.call:
+            return " ".join(map(self, ids))
+        runs = groupby(ids, self.specials.__contains__)
+        return "".join("".join(map(self, run)) if special else str(self.call(list(run))) for special, run in runs)
 
 
 @dataclass(frozen=True)

@@ -219,8 +219,7 @@ def _small(canvas: Canvas, pages: list[Page]) -> None:
         x, y = canvas.margin + k % per_row * step, canvas.top + k // per_row * step
         held = [p for p in some if p.state != "free"]
         share = len(held) / len(some)
-        canvas.used.add("free")
-        canvas.rect(x, y, 14, 14, fill=style.PAPER, stroke=style.NEUTRAL, r=3, dash="1.2 1.8")
+        _free_square(canvas, x, y)
         if held:
             letters = [p.letters[0] for p in held if p.letters]
             who = style.request(max(set(letters), key=letters.count)) if letters else None
@@ -231,7 +230,22 @@ def _small(canvas: Canvas, pages: list[Page]) -> None:
             if who and group == 1:
                 canvas.text(x + 7, y + 10.5, who.letter, size=9, weight=600, fill=who.ink, anchor="middle", fit=14)
     words = "one square is one page" if group == 1 else f"one square is {group} pages, filled as far as they are held"
-    canvas.text(canvas.margin, canvas.bottom + 20, f"{words}; grey: held, no request named", fill=style.MUTED)
+    y = canvas.bottom + 24
+    canvas.text(canvas.margin, y, words, fill=style.MUTED)
+    x = canvas.margin + 24 + 6.3 * len(words)
+    grey = [p for p in pages if p.state != "free" and not p.letters]
+    if grey:
+        canvas.rect(x, y - 11, 14, 14, fill=style.NEUTRAL, r=3)
+        what = "held: in the cache" if all(p.cached for p in grey) else "held, no request named"
+        canvas.text(x + 20, y, what, fill=style.MUTED)
+        x += 44 + 6.3 * len(what)
+    if len(grey) < len(pages):
+        _free_square(canvas, x, y - 11)
+        canvas.text(x + 20, y, "free", fill=style.MUTED)
+
+
+def _free_square(canvas: Canvas, x: float, y: float) -> None:
+    canvas.rect(x, y, 14, 14, fill=style.PAPER, stroke=style.NEUTRAL, r=3, dash="1.2 1.8")
 
 
 def _rows(pages: list[Page]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from minikv.prefix import RadixCache
 from minikv.viz import pages as page_map
 from minikv.viz import style, tree, tree_frames
 from minikv.viz.player import Player
-from minikv.viz.style import Drawing
+from minikv.viz.style import Drawing, many
 from minikv.viz.widgets import Box, Live
 
 TITLE = "Radix playground"
@@ -125,7 +125,7 @@ class Playground:
         """What `text` would find; nothing is counted, split or stored."""
         tokens = self.tokenizer.encode(text)
         node, length = self.cache.peek(tokens)
-        note = f"{len(tokens)} tokens, {length} of them cached" if tokens else "type a prompt"
+        note = f"{many(len(tokens), 'token')}, {length} of them cached" if tokens else "type a prompt"
         who = style.letter(self.count)
         return self._show(self._tree(reused=_path(node), reused_tokens=length, who=who, note=note))
 
@@ -152,10 +152,10 @@ class Playground:
                 self.running[who] = node
         self.count += 1
         page_size, whole = self.cache.page_size, len(tokens) // self.cache.page_size * self.cache.page_size
-        note = f"{who}: {match.length} of {len(tokens)} tokens reused, {whole - match.length} more stored"
+        note = f"{who}: {match.length} of {many(len(tokens), 'token')} reused, {whole - match.length} more stored"
         note += f", {len(tokens) - whole} do not fill a page of {page_size}" if whole < len(tokens) else ""
         note += ", a node was split" if self.cache.stats.splits > splits else ""
-        note += f", {evicted} tokens evicted" if evicted else ""
+        note += f", {many(evicted, 'token')} evicted" if evicted else ""
         self.log.append(note)
         path = _path(node)
         fresh = path[-1:] if whole > match.length else []

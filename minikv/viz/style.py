@@ -239,6 +239,15 @@ class Drawing:
         return path
 
 
+def many(count: int, noun: str) -> str:
+    """A count with its noun, in the plural where there is one.
+
+    >>> many(1, "token"), many(1200, "token")
+    ('1 token', '1,200 tokens')
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def si(value: float, unit: str) -> str:
     """A number with a prefix of thousands.
 

@@ -11,7 +11,7 @@ from minikv.errors import ArgumentError
 from minikv.viz import style
 from minikv.viz.canvas import Canvas
 from minikv.viz.live import Texts, ints
-from minikv.viz.style import Drawing
+from minikv.viz.style import Drawing, many
 from minikv.viz.tree_view import Item, as_text, fold, gap_text, label, read, walk
 
 ColourBy = Literal["recency", "hits", "owner"]
@@ -93,7 +93,7 @@ def draw(
 
     tokens = sum(item.tokens for item in whole)
     locked = sum(item.tokens for item in whole if item.locks)
-    facts = f"{_many(len(whole), 'node')}, {_many(tokens, 'token')} in {_many(tokens // cache.page_size, 'page')}"
+    facts = f"{many(len(whole), 'node')}, {many(tokens, 'token')} in {many(tokens // cache.page_size, 'page')}"
     facts += f" of {cache.page_size}, {locked:,} locked" if whole else ""
     facts = facts if whole else "empty"
     named = [root for root in kept if root.namespace is not None]
@@ -112,10 +112,6 @@ def draw(
 def mimebundle(cache: Any) -> dict[str, str]:
     """What a cache shows as the value of a notebook cell: SVG and text."""
     return draw(cache)._repr_mimebundle_()
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def _row(item: Item, look: Look) -> dict[str, Any]:
@@ -281,7 +277,7 @@ def _card(
     left, base = x + 10, y + h - 9
     if item.locks:
         left = canvas.padlock(left, base, item.locks) + 8
-    facts = f"{_many(item.hits, 'hit')} · used {item.last_use}"
+    facts = f"{many(item.hits, 'hit')} · used {item.last_use}"
     canvas.text(left, base, facts, size=11.5, fill=style.INK)
     for i, name in enumerate(reversed(item.owners[:4])):
         canvas.badge(x + w - 17 - 18 * i, base - 4, style.request(name), r=8)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from minikv.viz import style, tree
-from minikv.viz.style import Drawing
+from minikv.viz.style import Drawing, many
 
 KINDS = ("match", "insert", "split", "evict")
 
@@ -70,16 +70,16 @@ def _draw(event: Any, cache: Any, before: Any, who: str | None, options: dict[st
         node = node.parent
     count, name = len(event.tokens), who or "a request"
     if event.kind == "match":
-        note = f"{name} matches {event.length} of {count} tokens"
+        note = f"{name} matches {event.length} of {many(count, 'token')}"
         return tree.draw(cache, reused=path, who=who, note=note, **options)
     if event.kind == "insert":
         fresh = [path[0]] if path and event.slots else []
         had = f", {event.length} were there" if event.length else ""
-        note = f"{name} inserts {count} tokens{had}"
+        note = f"{name} inserts {many(count, 'token')}{had}"
         return tree.draw(cache, reused=path[len(fresh) :], computed=fresh, who=who, note=note, **options)
     if event.kind == "evict":
         gone = [n for n in before.nodes() if n.id == event.node]
-        return tree.draw(before, evicted=gone, note=f"evicted: a leaf of {event.length} tokens", **options)
+        return tree.draw(before, evicted=gone, note=f"evicted: a leaf of {many(event.length, 'token')}", **options)
     notes = {
         "split": f"A node splits after {event.length} of its tokens",
         "lock": "a node and all above it are locked once more",

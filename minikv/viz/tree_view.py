@@ -9,6 +9,7 @@ from typing import Any
 
 from minikv.viz import style
 from minikv.viz.live import Texts, holders, ints
+from minikv.viz.style import many
 
 
 @dataclass(eq=False)
@@ -166,7 +167,7 @@ def label(item: Item, texts: Texts, limit: int) -> str:
 
 def gap_text(item: Item) -> str:
     """What stands for nodes that are not drawn."""
-    return f"+{item.folded:,} more node{'s' if item.folded > 1 else ''}, {item.tokens:,} tokens"
+    return f"+{item.folded:,} more node{'s' if item.folded > 1 else ''}, {many(item.tokens, 'token')}"
 
 
 def as_text(head: str, roots: list[Item], texts: Texts, page_size: int) -> str:
@@ -189,7 +190,7 @@ def as_text(head: str, roots: list[Item], texts: Texts, page_size: int) -> str:
 def _line(item: Item, texts: Texts, page_size: int) -> str:
     pages = item.pages(page_size)
     shown = " ".join(map(str, pages[:6])) + (" …" if len(pages) > 6 else "")
-    facts = [f"{item.tokens} tokens", f"pages {shown}" if pages else "no slots", f"{item.hits} hits"]
+    facts = [many(item.tokens, "token"), f"pages {shown}" if pages else "no slots", many(item.hits, "hit")]
     facts += [f"locked {item.locks}"] if item.locks else []
     facts += [f"used {item.last_use}"]
     facts += ["requests " + " ".join(item.owners)] if item.owners else []

@@ -69,6 +69,8 @@ def test_ids_of_a_folder_equal_transformers(tmp_path: Path) -> None:
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)
     assert ours.eos_ids == {7, theirs.eos_token_id}
     assert ours.vocab_size == len(theirs)
+    assert {"<s>", "</s>", "<|im_end|>"} <= set(ours.specials.values())
+    assert not any(ours.decode([i]) for i in ours.specials)
 
 
 def test_a_start_token_comes_only_where_the_model_says_so(tmp_path: Path) -> None:

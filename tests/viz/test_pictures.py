@@ -11,6 +11,7 @@ import torch
 
 from minikv.errors import ArgumentError
 from minikv.memory import PagedAllocator
+from minikv.models.tokenizer import ByteTokenizer
 from minikv.viz import (
     attention,
     batch,
@@ -23,6 +24,7 @@ from minikv.viz import (
     tiles,
     timeline,
 )
+from minikv.viz.live import Texts
 
 # ---------------------------------------------------------------------------------------------------- page map
 
@@ -53,6 +55,23 @@ def test_the_free_list_is_in_order(look) -> None:
     assert drawing.text.splitlines()[-1].endswith("next first: 1 3")
     assert [row["free list"] for row in drawing.data] == [1, "", 2]
     assert "next" in look(drawing).texts
+
+
+def test_a_large_pool_names_its_squares(look) -> None:
+    allocator = PagedAllocator(100 * 16, 16, device="cpu")
+    cached, plain = allocator.alloc(32), allocator.alloc(16)
+    nodes = [SimpleNamespace(key=range(32), slots=cached, lock_count=0)]
+    cache = SimpleNamespace(nodes=lambda: nodes)
+    assert {"held, no request named", "free"} <= set(look(pages.draw(allocator, cache=cache)).texts)
+    allocator.free(plain)
+    assert {"held: in the cache", "free"} <= set(look(pages.draw(allocator, cache=cache)).texts)
+
+
+def test_special_tokens_show_their_names() -> None:
+    texts = Texts(ByteTokenizer())
+    ids = ByteTokenizer().chat([{"role": "user", "content": "hé"}])
+    assert texts.joined(ids) == "⟨user⟩hé⟨end⟩⟨assistant⟩"
+    assert [texts(i) for i in ids[:2]] == ["⟨user⟩", "h"]
 
 
 def test_an_allocator_draws_itself(running) -> None:
@@ -181,6 +200,12 @@ def test_skipped_tiles_are_counted() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- tiles
+
+
+def test_the_load_map_numbers_page_starts(look) -> None:
+    drawing = tiles.load_map(np.ones((2, 52), int), ideal=104, page_size=4)
+    assert [t for t in look(drawing).texts if t.isdigit()] == [str(n) for n in range(0, 52, 8)]
+    assert "104 loads where 104 would do" in drawing.text
 
 
 @pytest.mark.parametrize("tile", [1, 3, 4, 13, 50])
