@@ -12,7 +12,9 @@ from minikv.viz.style import Drawing
 MOST = 48
 
 
-def draw(requests: Any, *, decode: Any = None, least: int | None = None, title: str = "An order of requests") -> Drawing:
+def draw(
+    requests: Any, *, decode: Any = None, least: int | None = None, title: str = "An order of requests"
+) -> Drawing:
     """Draw prompts in the order in which they ran: reused tokens hatched, computed ones solid.
 
     Parameters
@@ -28,8 +30,8 @@ def draw(requests: Any, *, decode: Any = None, least: int | None = None, title: 
     Examples
     --------
     >>> from types import SimpleNamespace
-    >>> runs = [SimpleNamespace(token_ids=[1, 2, 3], cached_tokens=0), SimpleNamespace(token_ids=[1, 2], cached_tokens=1)]
-    >>> print(draw(runs, least=4))
+    >>> tokens = {"A": ([1, 2, 3], 0), "B": ([1, 2], 1)}
+    >>> print(draw({k: SimpleNamespace(token_ids=t, cached_tokens=c) for k, (t, c) in tokens.items()}, least=4))
     An order of requests: 2 requests, 4 of 5 tokens computed; no order needs fewer than 4
     request  tokens  reused  computed
     -------  ------  ------  --------
