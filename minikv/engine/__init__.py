@@ -12,13 +12,13 @@ from minikv.engine.batch import Batch
 from minikv.engine.events import EventLog, read_events, request_metrics
 from minikv.engine.params import SamplingParams
 from minikv.engine.request import Delta, Output, Request, State, Timing, TokenLogprob
-from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
 from minikv.engine.stats import Stats
 from minikv.engine.text import TextStream
 
 if TYPE_CHECKING:
     from minikv.engine.llm import LLM
+    from minikv.engine.sampler import Sampler
 
 __all__ = [
     "LLM",
@@ -45,4 +45,8 @@ def __getattr__(name: str) -> Any:
         from minikv.engine.llm import LLM
 
         return LLM
+    if name == "Sampler":
+        from minikv.engine.sampler import Sampler
+
+        return Sampler
     raise AttributeError(f"module 'minikv.engine' has no attribute {name!r}")

@@ -33,6 +33,9 @@ class Batch:
         The requests that get a token from this step (those that are not cut within their prompt).
     logits_at
         `[len(sampled)]` index in `token_ids` of the last token of each sampled request.
+    knobs, mask
+        What a graph that samples reads: float64 `[n * 5]` and int32 `[n * ceil(vocab / 32)]`, see
+        :mod:`minikv.graphs.sampling`; None where its variant has no use for them.
     """
 
     kind: Literal["decode", "extend"]
@@ -45,6 +48,8 @@ class Batch:
     out_slots: torch.Tensor
     sampled: list[Request] = field(default_factory=list)
     logits_at: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    knobs: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

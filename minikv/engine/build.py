@@ -93,11 +93,13 @@ def build_pool(
 class EagerRunner:
     """Runs each decode step as it is: what graph runners fall back to, with the same interface and counters."""
 
+    variants = ("logits",)
+
     def __init__(self, step: Callable[[Batch], torch.Tensor]) -> None:
         self._step = step
         self.stats = {"replays": 0, "eager": 0, "captures": 0, "padded_rows": 0, "graph_bytes": 0}
 
-    def __call__(self, batch: Batch, variant: str = "greedy") -> torch.Tensor:
+    def __call__(self, batch: Batch, variant: str = "logits") -> torch.Tensor:
         """Logits `[requests, vocab]` of a decode batch."""
         self.stats["eager"] += 1
         return self._step(batch)
@@ -106,7 +108,7 @@ class EagerRunner:
 def pick_runner(graphs: Any, step: Callable[[Batch], torch.Tensor], **parts: Any) -> Any:
     """The decode runner that ``graphs=`` asks for; eager where graphs are not to be had and "auto" leaves the choice.
 
-    A graph's "greedy" variant gives tokens, int64 `[requests]`, in place of logits.
+    Graphs also choose the tokens, in the variants of :mod:`minikv.graphs.sampling`.
     """
     if graphs not in ("auto", True, False):
         raise ArgumentError("graphs", graphs, "use 'auto', True or False")

@@ -16,10 +16,11 @@ from minikv.device import pick_device
 from minikv.engine.batch import Batch
 from minikv.engine.build import KV_DTYPES, build_pool, check_sizes, pick_context, pick_dtype, pick_runner
 from minikv.engine.events import EventLog
+from minikv.engine.grammar import Grammars
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
 from minikv.engine.request import Delta, Output, Request, State
-from minikv.engine.sampler import Sampled, Sampler
+from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
 from minikv.engine.stats import Stats
 from minikv.engine.text import TextStream
@@ -123,7 +124,7 @@ class LLM:
             max_requests=max_requests, chunk_tokens=chunk_tokens, policy=policy, mixed=mixed,
             emit=self.events, on_token=self._text_of,
         )  # fmt: skip
-        self.sampler = Sampler()
+        self.sampler, self.grammars = Sampler(), Grammars(self.tokenizer, config.vocab_size)
         self.runner = pick_runner(
             graphs, self._decode_step, decoder=self.decoder, attention=self.attention, max_requests=max_requests,
             progress=progress,
@@ -247,19 +248,27 @@ class LLM:
             return self._deliver([])
         try:
             with torch.inference_mode():
-                out = self._forward(batch)
-                chosen = not out.is_floating_point()  # a graph's greedy step gives tokens, all others give logits
-                sampled = Sampled(out.tolist()) if chosen else self.sampler(out, batch.sampled)
+                variant = self._variant(batch)
+                out = self._forward(batch, variant)
+                choose = self.sampler if variant == "logits" else self.sampler.read
+                sampled = choose(out, batch.sampled)
         except BaseException:  # an interrupt, or no memory: the requests of this step will run it again
             self.scheduler.rollback()
             raise
         self.scheduler.process(batch, sampled.tokens, sampled.logprobs)
         self._deliver(batch.sampled)
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        """Logits `[len(batch.sampled), vocab]`, or the tokens that a graph chose."""
+    def _variant(self, batch: Batch) -> str:
+        """How the step's graph is to choose tokens; "logits" where it cannot, or where there is none."""
+        variant = self.sampler.variant(batch.sampled) if batch.kind == "decode" else "logits"
+        return variant if variant in self.runner.variants else "logits"
+
+    def _forward(self, batch: Batch, variant: str) -> torch.Tensor:
+        """Logits `[len(batch.sampled), vocab]`, or what a graph chose from them."""
         if batch.kind == "decode":
-            return self.runner(batch, self.sampler.variant(batch.sampled))
+            if variant != "logits":
+                self.sampler.fill(batch, variant)
+            return self.runner(batch, variant)
         self.attention.begin_extend(batch.rows, batch.prefix_lens, batch.seq_lens, batch.out_slots)
         where = (t.to(self.device, non_blocking=True) for t in (batch.token_ids, batch.positions, batch.logits_at))
         token_ids, positions, logits_at = where
@@ -291,6 +300,7 @@ class LLM:
                 for token in getattr(params, name) or ():
                     if not 0 <= token < vocab:
                         raise ArgumentError(name, token, f"is outside the vocabulary; ids are 0..{vocab - 1}")
+            grammar = None if params.json_schema is None else self.grammars.start(params.json_schema)
         except ArgumentError as e:
             self.events("refuse", error=str(e))
             raise
@@ -298,6 +308,7 @@ class LLM:
         request = Request(next(self._ids), ids, params, stop_ids, max_length=self.scheduler.max_context + 1)
         if params.seed is None:
             request.seed = (self.seed << 32) + request.id
+        request.grammar = grammar
         request.stream = TextStream(self.tokenizer, params.stop, params.keep_stop)
         return request
 
@@ -307,7 +318,7 @@ class LLM:
             return None  # nobody looks before the end: the text is made then, in one go
         new = request.output_ids[request.shown :].tolist()
         request.shown += len(new)
-        if reason == "stop" and not request.params.keep_stop:
+        if reason == "stop" and new[-1] in request.stop_ids and not request.params.keep_stop:
             new.pop()  # eos or a stop token is part of the tokens, not of the text
         request.fresh += request.stream.push(new, final=reason is not None)
         return "stop" if request.stream.stopped else reason

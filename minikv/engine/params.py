@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minikv.engine.grammar import check_schema
 from minikv.errors import ArgumentError
 
 
@@ -36,7 +37,8 @@ class SamplingParams:
         Subtracted once, or per occurrence, from tokens of the output; divides (multiplies, when negative) the logits of
         tokens of prompt and output.
     json_schema
-        Not there yet; must be None.
+        A JSON schema, as a dict or as JSON text: the output is JSON that fits it, written as ``json.dumps`` does, and
+        ends with it. (Cut short by `max_tokens`, it is a beginning of such JSON.) Needs the package llguidance.
     priority, cache, namespace
         Eviction priority of what this request caches; whether it shares KV through the prefix cache at all; and with
         whom: equal tokens under different namespaces (any hashable) never share.
@@ -115,8 +117,8 @@ class SamplingParams:
             hash(self.namespace)
         except TypeError:
             raise ArgumentError("namespace", self.namespace, "must be hashable: text, number or tuple") from None
-        remedy = "constrained output is not implemented yet; leave it None and describe the JSON you want in the prompt"
-        _check("json_schema", self.json_schema, self.json_schema is None, remedy)
+        if self.json_schema is not None:
+            check_schema(self.json_schema)
 
     @property
     def greedy(self) -> bool:

@@ -135,7 +135,8 @@ class Request:
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.timing = Timing()
         self.seed = 0 if params.seed is None else params.seed
-        self.plain_greedy = params.greedy and not params.edits_logits and params.logprobs is None
+        self.grammar: Any = None  # the rules that its output keeps, and how far it is in them
+        self.level: int | None = None  # which of the sampler's variants serve it; the sampler's own
         self.stream: Any = None  # its TextStream
         self.sink: Any = None  # where its deltas go; None: only the output is wanted
         self.shown = self.told = 0  # output tokens that the text stream, and the deltas, have seen
@@ -157,10 +158,13 @@ class Request:
         return int(self._tokens[self.length - 1])
 
     def append(self, token: int) -> str | None:
-        """Add a sampled token; returns ``"stop"`` or ``"length"`` when it was the last one, else None."""
+        """Add a sampled token; returns ``"stop"``, ``"length"`` or ``"error"`` when it was the last one, else None."""
         self._tokens[self.length] = token
         self.length += 1
         self.timing.tokens += 1
+        if self.grammar is not None and self.grammar.accept(token):
+            self.error = self.grammar.error
+            return "error" if self.error else "stop"
         if token in self.stop_ids:
             return "stop"
         return "length" if self.length == self.capacity else None

@@ -1,8 +1,9 @@
-"""From logits to tokens, all rows at once, in fp32.
+"""Tokens for the requests of a step: what each asks for as knobs, random numbers and masks, and the answers read back.
 
-Order: logit_bias, penalties, temperature, top-k, top-p, min-p. A draw inverts the cumulative distribution at one
-uniform number, and that number is a hash of (seed, index of the token): nothing else in the batch can change it, and a
-retracted request draws again what it drew before.
+The choosing itself is :func:`minikv.graphs.sampling.sample`, called here on logits, or part of a decode graph. The
+random number of a draw is a hash of (seed, index of the token), made here: nothing else in the batch can change it, and
+a retracted request draws again what it drew before. logit_bias and penalties edit the logits here as well: how many
+they touch differs from step to step, so a batch that uses them decodes by the graph that ends at the logits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from minikv.engine.batch import Batch
 from minikv.engine.request import Request, TokenLogprob
+from minikv.graphs.sampling import DRAWS, MASKED, TOP, VARIANTS, sample
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -27,15 +30,23 @@ class Sampled:
 
 
 class Sampler:
-    """Chooses one token per row of logits."""
+    """Chooses one token for each request of a step."""
+
+    def __init__(self) -> None:
+        self._masks = np.empty((0, 0), np.int32)  # one line per request, written in place
 
     @staticmethod
     def variant(requests: Sequence[Request]) -> str:
-        """``"greedy"`` when plain maxima of the raw logits answer all of `requests`, else ``"sample"``."""
-        return "greedy" if all(r.plain_greedy for r in requests) else "sample"
+        """The first of the sampler's variants (:data:`minikv.graphs.sampling.VARIANTS`) that serves all `requests`."""
+        return VARIANTS[max(map(_level, requests), default=0)]
+
+    def fill(self, batch: Batch, variant: str) -> None:
+        """Give a batch what a graph of this variant reads beside the model's inputs."""
+        batch.knobs = _knobs(batch.sampled) if variant in DRAWS else None
+        batch.mask = self._mask(batch.sampled) if variant in MASKED else None
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> Sampled:
-        """Choose a token for each request.
+        """Choose a token for each request, outside any graph.
 
         Parameters
         ----------
@@ -44,67 +55,74 @@ class Sampler:
         requests
             The n requests of the rows.
         """
-        best, first = logits.max(dim=-1)  # of equal values the first; NaN wins over all numbers
-        bad = ~torch.isfinite(best)
-        if self.variant(requests) == "greedy":
-            return Sampled(first.masked_fill(bad, -1).tolist())
-        x = apply_edits(logits, requests)
-        rows = [r.params for r in requests]
-        drawn = uniforms([r.seed for r in requests], [r.length - r.prompt_len for r in requests])
-        knobs = np.array([[p.temperature, p.top_k, p.top_p, p.min_p] for p in rows], np.float64).T
-        packed = torch.from_numpy(np.vstack([knobs, drawn])).to(x.device)  # one copy to the device
-        truncates = any(0 < p.top_k < x.shape[-1] or p.top_p < 1 for p in rows)
-        tokens = choose(x, *packed, truncates=truncates).masked_fill(bad, -1)
-        return Sampled(tokens.tolist(), _logprobs(logits, tokens, requests))
+        variant, device = self.variant(requests), logits.device
+        if variant == "greedy":
+            return self.read(sample(logits, variant), requests)
+        if variant == "logits":
+            variant = "grammar"  # which can do everything, once the logits are edited
+        mask = self._mask(requests) if variant in MASKED else None
+        out = sample(
+            logits,
+            variant,
+            _knobs(requests).to(device),
+            None if mask is None else mask.to(device),
+            edited=apply_edits(logits, requests),
+            truncates=any(0 < r.params.top_k < logits.shape[-1] or r.params.top_p < 1 for r in requests),
+            top=max(r.params.logprobs or 0 for r in requests),
+        )
+        return self.read(out, requests)
+
+    @staticmethod
+    def read(out: torch.Tensor, requests: Sequence[Request]) -> Sampled:
+        """What :func:`~minikv.graphs.sampling.sample` gave for these requests: one copy, the step's only wait."""
+        if out.dim() == 1:
+            return Sampled(out.tolist())
+        table = out.cpu().numpy()
+        tokens, top = table[:, 0].astype(np.int64).tolist(), table.shape[1] // 2 - 1
+        logprobs: list[TokenLogprob | None] = [None] * len(requests)
+        for i, r in enumerate(requests):
+            if r.params.logprobs is not None:
+                n = min(r.params.logprobs, top)
+                ids, values = table[i, 2 : 2 + n].astype(np.int64), table[i, 2 + top : 2 + top + n]
+                best = dict(zip(ids.tolist(), values.tolist(), strict=True))
+                logprobs[i] = TokenLogprob(tokens[i], float(table[i, 1]), best)
+        return Sampled(tokens, logprobs)
+
+    def _mask(self, requests: Sequence[Request]) -> torch.Tensor | None:
+        """The packed masks of these requests, end to end; all ones for those that no grammar rules."""
+        ruled = [(i, r.grammar) for i, r in enumerate(requests) if r.grammar is not None]
+        if not ruled:
+            return None
+        words = ruled[0][1].words
+        if self._masks.shape[0] < len(requests) or self._masks.shape[1] != words:
+            self._masks = np.empty((len(requests), words), np.int32)
+        masks = self._masks[: len(requests)]
+        masks.fill(-1)
+        for i, grammar in ruled:
+            grammar.fill(masks[i])
+        return torch.from_numpy(masks.reshape(-1))
 
 
-def choose(
-    x: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    u: torch.Tensor,
-    truncates: bool = True,
-) -> torch.Tensor:
-    """Draw one token per row of `x`; rows of temperature 0 take their first maximum.
+def _level(r: Request) -> int:
+    """Index of the first variant that serves a request; worked out once."""
+    if r.level is None:
+        p = r.params
+        if p.edits_logits or (p.logprobs or 0) > TOP:
+            r.level = 5
+        elif r.grammar is not None:
+            r.level = 4
+        elif p.logprobs is not None:
+            r.level = 3
+        else:
+            r.level = 0 if p.greedy else 2 if p.top_k > 0 or p.top_p < 1 else 1
+    return r.level
 
-    Parameters
-    ----------
-    x
-        `[n, vocab]` fp32 logits.
-    temperature, top_k, top_p, min_p
-        `[n]` float64 on x's device; `top_k` < 1 and `top_p` >= 1 are off.
-    u
-        `[n]` float64 in [0, 1).
-    truncates
-        False promises that no row uses top-k or top-p, which spares the sort.
 
-    Returns
-    -------
-    torch.Tensor
-        int64 `[n]`.
-    """
-    first = x.argmax(dim=-1)
-    # The maximum goes first: whatever the temperature, the largest exponent is 0 and nothing overflows.
-    x = (x - x.amax(dim=-1, keepdim=True)) / temperature.float().clamp_min(1e-10)[:, None]
-    if truncates:
-        ranked, order = x.sort(dim=-1, descending=True, stable=True)
-        limit = torch.where(top_k < 1, x.shape[-1], top_k)[:, None]
-        cut = torch.arange(x.shape[-1], device=x.device) >= limit
-        mass = torch.softmax(ranked.masked_fill(cut, -torch.inf), dim=-1).cumsum(dim=-1)
-        before = torch.nn.functional.pad(mass[:, :-1], (1, 0))  # a sum, not a difference: exact on borders
-        cut |= before >= torch.where(top_p < 1, top_p.float(), 2.0)[:, None]
-        cut[:, 0] = False
-        # Back to the order of the vocabulary: a row draws the same whether or not its neighbours need the sort.
-        x = x.masked_fill(torch.empty_like(cut).scatter_(1, order, cut), -torch.inf)
-    p = torch.softmax(x, dim=-1)
-    p = p.masked_fill(p < min_p.float()[:, None] * p.amax(dim=-1, keepdim=True), 0.0)
-    mass = p.double().cumsum(dim=-1)  # double: a draw must not move with the order of additions
-    total = mass[:, -1]
-    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(mass, target[:, None], right=True).clamp_max(x.shape[-1] - 1).squeeze(1)
-    return torch.where(temperature == 0, first, drawn)
+def _knobs(requests: Sequence[Request]) -> torch.Tensor:
+    """float64 `[n * 5]`: what each asks for, and its random number."""
+    given = [(r.params.temperature, r.params.top_k, r.params.top_p, r.params.min_p) for r in requests]
+    u = uniforms([r.seed for r in requests], [r.length - r.prompt_len for r in requests])
+    return torch.from_numpy(np.column_stack((np.array(given, np.float64), u)).reshape(-1))
 
 
 def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> np.ndarray:
@@ -162,21 +180,3 @@ def _cells(edits: list, device: torch.device) -> tuple[tuple[torch.Tensor, torch
     values = np.concatenate([np.broadcast_to(np.asarray(v, np.float32), len(ids)) for _, ids, v in edits])
     to = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device)  # noqa: E731
     return (to(rows), to(ids)), to(values)
-
-
-def _logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, requests: Sequence[Request]
-) -> list[TokenLogprob | None] | None:
-    asked = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
-    if not asked:
-        return None
-    lp = torch.log_softmax(logits[asked].float(), dim=-1)
-    tokens = tokens[asked].clamp_min(0)
-    most = min(max(requests[i].params.logprobs or 0 for i in asked), lp.shape[-1])
-    values, ids = (t.tolist() for t in lp.topk(most, dim=-1))
-    chosen, own = tokens.tolist(), lp.gather(1, tokens[:, None]).squeeze(1).tolist()
-    result: list[TokenLogprob | None] = [None] * len(requests)
-    for j, i in enumerate(asked):
-        n = min(requests[i].params.logprobs or 0, most)
-        result[i] = TokenLogprob(chosen[j], own[j], dict(zip(ids[j][:n], values[j][:n], strict=True)))
-    return result

@@ -173,7 +173,7 @@ class Scheduler:
             if logprobs is not None and request.logprobs is not None:
                 request.logprobs.append(logprobs[i])
             if reason := self._on_token(request, request.append(token)):
-                ended.append((request, reason, None))
+                ended.append((request, reason, request.error))
         self._emit_step(batch, got)
         with self.allocator.free_group():
             if batch.kind == "extend":

@@ -33,16 +33,16 @@ class Padding(Enum):
 
 
 class Stage:
-    """Integer vectors that the host fills each step, in one block: one copy to the device, which nobody waits for.
+    """Vectors that the host fills each step, in one block: one copy to the device, which nobody waits for.
 
     On CUDA there are two pinned blocks, used in turn, so that the copy of the step before may still be under way. On
     the CPU the block itself is filled.
     """
 
-    def __init__(self, length: int, device: torch.device) -> None:
-        self.block = torch.zeros(length, dtype=torch.int64, device=device)
+    def __init__(self, length: int, device: torch.device, dtype: torch.dtype = torch.int64) -> None:
+        self.block = torch.zeros(length, dtype=dtype, device=device)
         on_cuda = device.type == "cuda"
-        self.hosts = [torch.zeros(length, dtype=torch.int64, pin_memory=True) for _ in range(2)] if on_cuda else []
+        self.hosts = [torch.zeros(length, dtype=dtype, pin_memory=True) for _ in range(2)] if on_cuda else []
         self._copied = [torch.cuda.Event() for _ in self.hosts]
 
     @property
@@ -80,6 +80,8 @@ class Buffer:
         Entries beyond the rows: 1 for an index pointer.
     stage, offset
         The block that `tensor` is cut from, for a buffer that the host fills.
+    variants
+        Variants of the step that read it; empty: all do. The others need not bring it, and it is not filled for them.
     """
 
     tensor: Tensor
@@ -89,6 +91,7 @@ class Buffer:
     extra: int = 0
     stage: Stage | None = None
     offset: int = 0
+    variants: tuple[str, ...] = ()
     _used: int = field(default=0, repr=False)  # entries that hold something other than padding
 
     def __post_init__(self) -> None:
@@ -109,7 +112,11 @@ class Buffer:
         return self.tensor if self.stage is None else self._part(self.stage.host)
 
     def _part(self, block: Tensor) -> Tensor:
-        return block[self.offset : self.offset + self.tensor.shape[0]]
+        return block[self.offset : self.offset + self.tensor.shape[0]].view(self.tensor.dtype)
+
+    def serves(self, variant: str) -> bool:
+        """Whether this variant reads it."""
+        return not self.variants or variant in self.variants
 
     def view(self, rows: int, on_host: bool = False) -> Tensor:
         """The part that a step of so many rows reads; all of a ``KEEP`` buffer that has no `extra`."""
@@ -134,14 +141,15 @@ class Buffer:
         if self.padding is Padding.KEEP and not self.extra:
             return self
         if self.stage is not None:
-            stage = Stage(length, device)
-            return Buffer(stage.block, self.padding, self.fill, self.per_row, self.extra, stage)
+            stage = Stage(length, device, self.stage.block.dtype)
+            tensor = stage.block.view(self.tensor.dtype)
+            return Buffer(tensor, self.padding, self.fill, self.per_row, self.extra, stage, 0, self.variants)
         tensor = torch.zeros(length, *self.tensor.shape[1:], dtype=self.tensor.dtype, device=device)
-        return Buffer(tensor, self.padding, self.fill, self.per_row, self.extra)
+        return Buffer(tensor, self.padding, self.fill, self.per_row, self.extra, variants=self.variants)
 
 
 def staged(rows: int, device: torch.device | str, rules: Mapping[str, Buffer]) -> dict[str, Buffer]:
-    """Buffers of int64 that share one :class:`Stage`.
+    """Buffers of int64 (or, as wide, float64) that share one :class:`Stage`.
 
     Parameters
     ----------
@@ -166,11 +174,18 @@ def staged(rows: int, device: torch.device | str, rules: Mapping[str, Buffer]) -
     stage = Stage(starts[-1], torch.device(device))
     made = {}
     for (name, r), start, length in zip(rules.items(), starts, lengths, strict=False):
-        part = stage.block[start : start + length]
-        made[name] = Buffer(part, r.padding, r.fill, r.per_row, r.extra, stage, start)
+        part = stage.block[start : start + length].view(r.tensor.dtype)
+        made[name] = Buffer(part, r.padding, r.fill, r.per_row, r.extra, stage, start, r.variants)
     return made
 
 
-def rule(padding: Padding = Padding.ZERO, fill: float = 0, per_row: int = 1, extra: int = 0) -> Buffer:
+def rule(
+    padding: Padding = Padding.ZERO,
+    fill: float = 0,
+    per_row: int = 1,
+    extra: int = 0,
+    dtype: torch.dtype = torch.int64,
+    variants: tuple[str, ...] = (),
+) -> Buffer:
     """A buffer without memory, for :func:`staged`."""
-    return Buffer(torch.empty(extra, dtype=torch.int64), padding, fill, per_row, extra)
+    return Buffer(torch.empty(extra, dtype=dtype), padding, fill, per_row, extra, variants=variants)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -75,10 +75,16 @@ class CudaGraphRunner(GraphRunner):
         self._recorder: Any = (CudaRecorder if self.device.type == "cuda" else TapeRecorder)(self.device)
         self._largest: dict[str, list[Any]] = {}  # output of the largest graph of each variant
         self._addresses: dict[str, int] = {}
+        self._waiting: set[str] = set()  # variants to be captured when they first come
         self._capture(self.hidden)
 
     def _ready(self, variant: str, size: int) -> bool:
-        return (variant, size) in self.graphs
+        return (variant, size) in self.graphs or variant in self._waiting
+
+    def _make(self, variant: str, hidden: Hidden) -> None:
+        super()._make(variant, hidden)
+        if variant in self._waiting:
+            self._record_all([variant])
 
     def _replay(self, variant: str, size: int, inputs: dict[str, Tensor]) -> Any:
         if self.debug:
@@ -87,10 +93,17 @@ class CudaGraphRunner(GraphRunner):
         graph.replay()
         return out
 
-    @torch.no_grad()
     def _capture(self, hidden: Hidden) -> None:
         self.hidden = hidden
         self._drop()
+        self._waiting = set(self.later)
+        self._record_all([v for v in self.variants if v not in self.later])
+
+    @torch.inference_mode(False)  # tensors of a graph made amid a step outlive it
+    @torch.no_grad()
+    def _record_all(self, variants: Sequence[str]) -> None:
+        """Graphs of these variants in all sizes; if one fails, none of any variant are left."""
+        self._waiting.difference_update(variants)
         held = self._recorder.held()
         saved = {name: t.clone() for name, t in self.state.items()}
         sizes = tqdm(self.sizes[::-1], desc="capture", unit="graph", disable=None if self.progress else True)
@@ -99,7 +112,7 @@ class CudaGraphRunner(GraphRunner):
             with _collector_frozen():
                 for size in sizes:
                     sizes.set_postfix_str(f"{size} rows, {self._recorder.free() / 2**30:.2f} GiB free")
-                    for variant in self.variants:
+                    for variant in variants:
                         self.graphs[variant, size] = self._record(variant, size, saved)
                         self.stats["captures"] += 1
         except Exception as e:
@@ -115,18 +128,18 @@ class CudaGraphRunner(GraphRunner):
                 "smaller KV pool (kv_tokens= or kv_memory=), which leaves graphs more memory; (3) graphs=False, which "
                 "shows whether the step itself fails.",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         self._addresses = {name: t.data_ptr() for name, t in self._watched()}
-        self.stats["graph_bytes"] = max(0, self._recorder.held() - held) if self.graphs else 0
+        self.stats["graph_bytes"] += max(0, self._recorder.held() - held) if self.graphs else 0
 
     def _record(self, variant: str, size: int, saved: Mapping[str, Tensor]) -> tuple[Any, Any]:
         """One graph, recorded on padding alone: what warm-ups write goes to page 0 and to reserved rows."""
-        inputs = self._load({}, size)
+        inputs = self._load({}, size, variant)
         step = self._compiled if size <= self.compile_up_to else self.run_step
         self._recorder.warm_up(lambda: step(inputs, variant, self.hidden), WARM_UPS)
         self._restore(saved)
-        inputs = self._load({}, size)  # a step may have changed its inputs, and plans may be made by the first run
+        inputs = self._load({}, size, variant)  # a step may change its inputs, and the first run may make plans
         return self._recorder.record(lambda: self._shared(variant, step(inputs, variant, self.hidden)))
 
     def _shared(self, variant: str, out: Any) -> Any:
@@ -150,6 +163,8 @@ class CudaGraphRunner(GraphRunner):
     def _drop(self) -> None:
         self.graphs.clear()
         self._largest.clear()
+        self._waiting.clear()
+        self.stats["graph_bytes"] = 0
         self._recorder.give_back()
 
     def _watched(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,8 @@
-"""The engine's decode step as a graph: token ids in, tokens (or logits) out, nothing built on the way.
+"""The engine's decode step as a graph: token ids in, sampled tokens out, nothing built on the way.
 
-All integers of a step lie in one staged block: token ids, positions, table rows, lengths and where each request's slots
-begin. The slot lists are laid out by the graph itself from the request table, so the host sends that block and the
-attention plan, and replays.
+All numbers of a step lie in one staged block: token ids, positions, table rows, lengths, where each request's slots
+begin, and the sampler's knobs with this step's random numbers. The slot lists are laid out by the graph itself from the
+request table, so the host sends that block and the attention plan (and masks, where a grammar rules), and replays.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from torch import Tensor
 from minikv.attention import AttentionBackend, LayerAttention
 from minikv.errors import StateError
 from minikv.graphs.buckets import PADDED, capture_batch_sizes
-from minikv.graphs.buffers import Buffer, Padding, rule, staged
+from minikv.graphs.buffers import Buffer, Padding, Stage, rule, staged
 from minikv.graphs.compiled import CompiledRunner
 from minikv.graphs.cuda import CudaGraphRunner
 from minikv.graphs.runner import GraphRunner
-
-VARIANTS = ("greedy", "sample")
-"""``greedy`` gives tokens, int64 [n] (-1: no finite maximum in the logits); ``sample`` gives logits, [n, vocab]."""
+from minikv.graphs.sampling import DRAWS, KNOBS, MASKED, TOP, VARIANTS, sample
+from minikv.models.fused import FusedDecoder
 
 
 def decode_runner(
     *, choice: Any, decoder: Any, attention: AttentionBackend, max_requests: int, progress: bool = True
 ) -> GraphRunner | None:
     """The runner of an engine's decode batches; None where ``graphs="auto"`` rather decodes eagerly.
+
+    Its variants are the ways of sampling, :data:`minikv.graphs.sampling.VARIANTS`; the first two are captured at once.
 
     Parameters
     ----------
@@ -54,12 +55,20 @@ def decode_runner(
     sizes = capture_batch_sizes(max_requests, sizes=[*PADDED, *beyond] if beyond else None)
     step = CapturedDecode(decoder, attention) if on_cuda else CompiledDecode(decoder, attention)
     make = CudaGraphRunner if on_cuda else CompiledRunner
-    options: dict[str, Any] = {"variants": VARIANTS, "prepare": step.prepare, "watch": step.watched}
-    return make(step, decode_buffers(max_requests, attention.device), sizes, progress=progress, **options)
+    buffers = decode_buffers(max_requests, attention.device, decoder.config.vocab_size)
+    options = {"variants": VARIANTS, "later": VARIANTS[2:], "prepare": step.prepare, "watch": step.watched}
+    runner = make(step, buffers, sizes, progress=progress, **options)
+    if not runner.captured:  # what runs eagerly is faster by PyTorch's launches
+        step.model = decoder
+    return runner
 
 
-def decode_buffers(rows: int, device: torch.device) -> dict[str, Buffer]:
-    """The inputs of a decode step, named as in the engine's batches; ``kv_indptr`` [rows + 1] follows from lengths."""
+def decode_buffers(rows: int, device: torch.device, vocab_size: int | None = None) -> dict[str, Buffer]:
+    """The inputs of a decode step, named as in the engine's batches; ``kv_indptr`` [rows + 1] follows from lengths.
+
+    With a vocabulary the sampler's, too: ``knobs`` [rows * 5] and the packed ``mask`` [rows * ceil(vocab / 32)], a
+    block of its own, which is sent when a grammar needs it. Padded rows are greedy, and all tokens are allowed.
+    """
     rules = {
         "token_ids": rule(),
         "positions": rule(),
@@ -67,17 +76,24 @@ def decode_buffers(rows: int, device: torch.device) -> dict[str, Buffer]:
         "seq_lens": rule(Padding.FILL, 1),
         "kv_indptr": rule(Padding.KEEP, extra=1),
     }
-    return {
-        **staged(rows, device, rules),
-        "out_slots": Buffer(torch.zeros(rows, dtype=torch.int64, device=device)),
-    }
+    if vocab_size is not None:
+        rules["knobs"] = rule(per_row=len(KNOBS), dtype=torch.float64, variants=DRAWS)
+    made = staged(rows, device, rules)
+    made["out_slots"] = Buffer(torch.zeros(rows, dtype=torch.int64, device=device))
+    if vocab_size is not None:
+        words = -(-vocab_size // 32)
+        masks = Stage(rows * words, torch.device(device), torch.int32)
+        made["mask"] = Buffer(masks.block, Padding.FILL, -1, words, stage=masks, variants=MASKED)
+    return made
 
 
 class CapturedDecode:
     """A decode step for CUDA graphs, by Triton attention."""
 
     def __init__(self, decoder: Any, attention: AttentionBackend) -> None:
-        self.decoder, self.attention = decoder, attention
+        self.decoder, self.attention, self.model = decoder, attention, decoder
+        if FusedDecoder.fits(decoder, attention):
+            self.model = FusedDecoder(decoder, attention.table.table.shape[1])
 
     def prepare(self, host: dict[str, Tensor], size: int) -> None:
         """What the host works out before each replay: where slot lists begin, and the attention plan."""
@@ -86,7 +102,8 @@ class CapturedDecode:
 
     def __call__(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
         self.attention.begin_decode_static(inputs["rows"], inputs["kv_indptr"], inputs["out_slots"])
-        return choose(self.decoder(inputs["token_ids"], inputs["positions"], self.attention), variant)
+        logits = self.model(inputs["token_ids"], inputs["positions"], self.attention)
+        return sample(logits, variant, inputs.get("knobs"), inputs.get("mask"))
 
     def watched(self) -> dict[str, Tensor]:
         """Weights and pool: a graph has their addresses, too."""
@@ -99,9 +116,10 @@ class CapturedDecode:
 
 
 class CompiledDecode(CapturedDecode):
-    """A decode step for ``torch.compile``: attention is one opaque operation, so the model is one graph.
+    """A decode step for ``torch.compile``: attention and sampling are opaque operations, so the model is one graph.
 
-    Inductor sees neither the pool nor how it is stored to and read, and cannot reorder either.
+    Inductor sees neither the pool nor how it is stored to and read, and cannot reorder either. Nor does it generate
+    code for sampling, whose sums would then round differently: a draw is the eager one, to the bit.
     """
 
     def __init__(self, decoder: Any, attention: AttentionBackend) -> None:
@@ -113,15 +131,8 @@ class CompiledDecode(CapturedDecode):
         self.attention.begin_decode(host["rows"], host["seq_lens"], host["out_slots"])
 
     def __call__(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
-        return choose(self.decoder(inputs["token_ids"], inputs["positions"], self.opaque), variant)
-
-
-def choose(logits: Tensor, variant: str) -> Tensor:
-    """Logits as they are, or the first maximum of each row."""
-    if variant != "greedy":
-        return logits
-    best, first = logits.max(dim=-1)
-    return first.masked_fill(~torch.isfinite(best), -1)
+        logits = self.decoder(inputs["token_ids"], inputs["positions"], self.opaque)
+        return logits if variant == "logits" else _sample(logits, variant, inputs.get("knobs"), inputs.get("mask"))
 
 
 class OpaqueAttention:
@@ -149,3 +160,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, backend: int, layer: int) -> Tensor
 @_attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, backend: int, layer: int) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+@torch.library.custom_op("minikv::sample", mutates_args=())
+def _sample(logits: Tensor, variant: str, knobs: Tensor | None, mask: Tensor | None) -> Tensor:
+    return sample(logits, variant, knobs, mask)
+
+
+@_sample.register_fake
+def _(logits: Tensor, variant: str, knobs: Tensor | None, mask: Tensor | None) -> Tensor:
+    if variant in VARIANTS[3:]:
+        return logits.new_empty(logits.shape[0], 2 + 2 * min(TOP, logits.shape[1]), dtype=torch.float64)
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)

@@ -61,6 +61,8 @@ class GraphRunner:
         Sizes to capture; see ``capture_batch_sizes``.
     variants
         Names of the step's versions (ways of sampling, with and without cross-attention): each size has all of them.
+    later
+        Those of them that are captured when they first come, since start-up need not wait for what is rare.
     tokens_per_row
         Tokens of each request in a step: 1 in decoding, the draft's length in verification.
     padding
@@ -87,6 +89,7 @@ class GraphRunner:
         batch_sizes: Iterable[int],
         *,
         variants: Sequence[str] = ("greedy",),
+        later: Sequence[str] = (),
         tokens_per_row: int = 1,
         padding: bool = True,
         prepare: Callable[[dict[str, Tensor], int], None] | None = None,
@@ -98,6 +101,7 @@ class GraphRunner:
     ) -> None:
         self.step, self.prepare, self.padding, self.tokens_per_row = step, prepare, padding, tokens_per_row
         self.variants, self.sizes = tuple(variants), sorted({int(size) for size in batch_sizes})
+        self.later = tuple(v for v in self.variants if v in later)
         self.state, self.watch, self.hidden = dict(state or {}), watch, hidden
         self.debug, self.progress = debug, progress
         if not self.variants or tokens_per_row < 1 or (self.sizes and self.sizes[0] < 1):
@@ -135,7 +139,7 @@ class GraphRunner:
 
     @property
     def captured(self) -> list[tuple[str, int]]:
-        """``(variant, size)`` of all graphs."""
+        """``(variant, size)`` of all graphs, those included that are made when they first come."""
         return [(v, size) for v in self.variants for size in self.sizes if self._ready(v, size)]
 
     @torch.no_grad()
@@ -171,22 +175,22 @@ class GraphRunner:
         if variant not in self.variants:
             had = ", ".join(f"{v} × {n}" for v, n in self.captured) or "nothing"
             raise ArgumentError("variant", variant, f"is not one of {self.variants}; captured: {had}")
-        values, n = self._values(batch)
+        values, n = self._values(batch, variant)
         if size is not None and (size not in self.sizes or size < n):
             raise ArgumentError("size", size, f"must be one of {self.sizes} that holds {n} rows")
         size = self.bucket(n) if size is None else size
-        if hidden > self.hidden and size is not None:
-            self._capture(hidden)
+        if size is not None:
+            self._make(variant, hidden)
         if size is None or not self._ready(variant, size):
             self.stats["eager"] += 1
             mode, size = hidden, n or (self.sizes or [1])[0]  # an empty batch needs at least a row to run on
-            out = self.run_step(self._load(values, size), variant, mode)
+            out = self.run_step(self._load(values, size, variant), variant, mode)
         else:
             self.stats["replays"] += 1
             self.stats["padded_rows"] += size - n
             mode = self.hidden
             with self._range("metadata"):
-                inputs = self._load(values, size)
+                inputs = self._load(values, size, variant)
             with self._range(f"{variant} × {size}"):
                 out = self._replay(variant, size, inputs)
         if mode is not Hidden.NULL:
@@ -212,6 +216,11 @@ class GraphRunner:
         """Whether this graph can be replayed (or made when it is first needed)."""
         raise NotImplementedError
 
+    def _make(self, variant: str, hidden: Hidden) -> None:
+        """Make graphs that this call is the first to need."""
+        if hidden > self.hidden:
+            self._capture(hidden)
+
     def _replay(self, variant: str, size: int, inputs: dict[str, Tensor]) -> Any:
         """Run a graph on loaded inputs."""
         raise NotImplementedError
@@ -222,10 +231,12 @@ class GraphRunner:
 
     # ---- in and out
 
-    def _values(self, batch: Any) -> tuple[dict[str, Tensor], int]:
+    def _values(self, batch: Any, variant: str) -> tuple[dict[str, Tensor], int]:
         """The batch by buffer name, and its rows."""
         found, rows = {}, None
         for name, buffer in self.buffers.items():
+            if not buffer.serves(variant):
+                continue
             value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
             if value is not None:
                 found[name] = value
@@ -239,9 +250,9 @@ class GraphRunner:
                 raise ArgumentError(f"batch[{name!r}]", tuple(value.shape), remedy)
         return found, rows or 0
 
-    def _load(self, values: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    def _load(self, values: Mapping[str, Tensor], size: int, variant: str) -> dict[str, Tensor]:
         """Write a batch into the buffers (into larger ones where it is too large), pad it, and plan it."""
-        buffers = self.buffers
+        buffers = {name: buffer for name, buffer in self.buffers.items() if buffer.serves(variant)}
         if size > self.rows:
             buffers = {name: buffer.like(size) for name, buffer in buffers.items()}
         stages = {id(b.stage): b.stage for b in buffers.values() if b.stage is not None}.values()

@@ -274,8 +274,8 @@ def test_logprobs_one_per_token(llm):
 def test_nan_logits_end_one_request_only(llm, monkeypatch, alone):
     forward, step = llm._forward, [0]
 
-    def poisoned(batch):
-        logits = forward(batch).clone()
+    def poisoned(batch, variant):
+        logits = forward(batch, variant).clone()
         step[0] += 1
         if step[0] == 3:
             logits[1] = torch.nan
@@ -296,11 +296,11 @@ def test_nan_logits_end_one_request_only(llm, monkeypatch, alone):
 def test_an_interrupt_leaves_a_working_engine(llm, monkeypatch, alone, after):
     forward, calls = llm._forward, [0]
 
-    def interrupted(batch):
+    def interrupted(batch, variant):
         calls[0] += 1
         if calls[0] == after + 1:
             raise KeyboardInterrupt
-        return forward(batch)
+        return forward(batch, variant)
 
     waiting = llm.add([9, 9, 9], GREEDY)
     monkeypatch.setattr(llm, "_forward", interrupted)

@@ -32,7 +32,7 @@ BAD = {
     "presence_penalty": [math.inf],
     "repetition_penalty": [0],
     "namespace": [[]],
-    "json_schema": [{"type": "object"}],
+    "json_schema": [3, [], "{", "[]", {"a": {1, 2}}],
 }
 
 

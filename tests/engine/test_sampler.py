@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from minikv.engine import Request, Sampler, SamplingParams
-from minikv.engine.sampler import apply_edits, choose, uniforms
+from minikv.engine.sampler import apply_edits, uniforms
+from minikv.graphs.sampling import TOP, VARIANTS, choose
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -218,9 +219,29 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert last.logprob == pytest.approx(float(want[2, got.tokens[2]]), abs=1e-5)
 
 
-def test_the_greedy_path_is_taken_only_where_it_is_the_same():
-    assert Sampler.variant([request(GREEDY)] * 3) == "greedy"
-    for options in ({"temperature": 1}, {"logprobs": 0}, {"logit_bias": {1: 2.0}}):
-        other = SamplingParams(**{"temperature": 0, **options})
-        assert Sampler.variant([request(GREEDY), request(other)]) == "sample"
+@pytest.mark.parametrize(
+    ("options", "variant"),
+    [
+        ({}, "greedy"),
+        ({"top_p": 0.5, "top_k": 3}, "greedy"),
+        ({"temperature": 1, "min_p": 0.1}, "sampled"),
+        ({"temperature": 1, "top_k": 3}, "truncated"),
+        ({"temperature": 1, "top_p": 0.9}, "truncated"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": TOP}, "logprobs"),
+        ({"logprobs": TOP + 1}, "logits"),
+        ({"logit_bias": {1: 2.0}}, "logits"),
+        ({"frequency_penalty": 0.1}, "logits"),
+    ],
+    ids=str,
+)
+def test_a_batch_takes_the_least_variant_that_serves_all(options, variant):
+    other = SamplingParams(**{"temperature": 0, **options})
+    assert Sampler.variant([request(GREEDY), request(other), request(GREEDY)]) == variant
+    rich = request(SamplingParams(logit_bias={1: 2.0}))
+    assert Sampler.variant([rich, request(other)]) == "logits" == VARIANTS[-1]
+
+
+def test_an_empty_batch_has_no_tokens():
+    assert Sampler.variant([]) == "greedy"
     assert Sampler()(torch.empty(0, 7), []).tokens == []

@@ -9,7 +9,8 @@ from minikv import LLM, SamplingParams
 from minikv.engine.build import EagerRunner
 from minikv.errors import StateError
 from minikv.graphs import CompiledRunner, CudaGraphRunner
-from minikv.graphs.decode import choose, decode_buffers
+from minikv.graphs.decode import decode_buffers
+from minikv.graphs.sampling import sample
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
 HOT = SamplingParams(max_tokens=10, temperature=1.0, top_p=0.9, seed=5, ignore_eos=True)
@@ -22,18 +23,19 @@ def build(graphs, device="cpu", model="tiny", **options) -> LLM:
 
 def test_greedy_tokens_are_first_maxima_and_broken_rows_are_marked() -> None:
     logits = torch.tensor([[1.0, 3, 3], [torch.nan, 1, 2], [torch.inf, 0, 0], [-torch.inf, -torch.inf, 0]])
-    assert choose(logits, "greedy").tolist() == [1, -1, -1, 2]
-    assert choose(logits, "sample") is logits
+    assert sample(logits, "greedy").tolist() == [1, -1, -1, 2]
+    assert sample(logits, "logits") is logits
 
 
-def test_a_decode_step_sends_one_block() -> None:
-    made = decode_buffers(5, torch.device("cpu"))
-    stages = {id(b.stage) for b in made.values() if b.stage is not None}
-    assert len(stages) == 1
+def test_a_decode_step_sends_one_block_and_a_grammar_one_more() -> None:
+    made = decode_buffers(5, torch.device("cpu"), vocab_size=70)
+    assert len({id(b.stage) for b in made.values() if b.stage is not None and b.serves("sampled")}) == 1
+    assert made.pop("mask").tensor.shape == (5 * 3,)
     for name, b in made.items():
-        assert b.tensor.shape == (6 if name == "kv_indptr" else 5,)
+        assert b.tensor.shape == ({"kv_indptr": 6, "knobs": 25}.get(name, 5),)
         if b.stage is not None:
             assert b.offset % 16 == 0
+            assert b.tensor.untyped_storage().data_ptr() == b.stage.block.data_ptr()
 
 
 def test_graphs_auto_on_the_cpu_stays_eager() -> None:
@@ -105,20 +107,20 @@ def test_replay_equals_eager_for_every_size_shrinking_and_growing(dtype, toleran
 
     def both_ways(batch, variant):
         n, before = len(batch.requests), pool()
-        got = runner(batch, "sample")
+        got = runner(batch, "logits")
         seen.append(n)
         others = torch.ones(before.shape[1], dtype=torch.bool, device="cuda")
         others[batch.out_slots] = False
         others[: llm.pool.page_size] = False
         assert torch.equal(pool()[:, others], before[:, others])
         if (size := runner.bucket(n)) is not None:
-            same = runner.run_step(runner.views(size), "sample")[:n]
+            same = runner.run_step(runner.views(size), "logits")[:n]
             assert torch.equal(got, same), f"{n} in {size}"
-            assert torch.equal(runner(batch, "greedy"), choose(got, "greedy"))
+            assert torch.equal(runner(batch, "greedy"), sample(got, "greedy"))
         assert (got - decode(batch)).abs().max() <= tolerance  # at its true size
         return got
 
-    both_ways.stats = runner.stats
+    both_ways.stats, both_ways.variants = runner.stats, ("logits",)
     llm.runner = both_ways
     ends = [SamplingParams(max_tokens=2 + 2 * i, temperature=0, ignore_eos=True) for i in range(9)]
     llm.generate([[1 + i, 2, 3 + i] for i in range(9)], ends)  # 9, 9, 8, 8, ... 1
