@@ -94,7 +94,9 @@ def run_notebook(path: Path, *, progress: bool = False, timeout: int = 600):
     )
     # The kernel must be this interpreter, whatever kernelspec "python3" names on this machine.
     client.create_kernel_manager()
-    client.km.kernel_spec.argv[0] = sys.executable  # type: ignore[union-attr]
+    argv = client.km.kernel_spec.argv  # type: ignore[union-attr]
+    argv[0] = sys.executable
+    argv.append("--log-level=ERROR")  # its warning of unencrypted TCP, here on loopback, would break the progress line
     try:
         client.execute()
     finally:
@@ -152,7 +154,7 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
 
 
 def _page(notebook, title: str, pages: set[str]) -> str:
-    """The notebook as one HTML file that loads nothing, describes its pictures and is dark where the reader likes it."""
+    """The notebook as one HTML file that loads nothing, describes its pictures and is dark where the reader is."""
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter()
