@@ -89,7 +89,7 @@ class Grammars:
             from llguidance import LLTokenizer, TokenizerWrapper
 
             backend = getattr(self.tokenizer, "backend", None)
-            source = TokenizerWrapper(_Bytes(self.tokenizer)) if backend is None else backend.to_str()
+            source = TokenizerWrapper(_Bytes(self.tokenizer, self.vocab_size)) if backend is None else backend.to_str()
             stops = sorted(self.tokenizer.eos_ids)
             self._vocabulary = LLTokenizer(source, n_vocab=self.vocab_size, eos_token=stops)
         return self._vocabulary
@@ -121,10 +121,12 @@ class _Bytes:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.encode = tokenizer.encode
         self.eos_token_id = min(tokenizer.eos_ids)
-        texts = [bytes([i]) if i < 256 else tokenizer.decode([i]).encode() for i in range(tokenizer.vocab_size)]
+        known = range(256, tokenizer.vocab_size)
+        texts = [*(bytes([i]) for i in range(256)), *(tokenizer.decode([i]).encode() for i in known)]
+        texts += [b""] * (vocab_size - len(texts))
         self.special_token_ids = [i for i, text in enumerate(texts) if not text]
         self.tokens = [text or f"<{i}>".encode() for i, text in enumerate(texts)]
 

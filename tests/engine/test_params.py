@@ -7,7 +7,7 @@ import math
 import pytest
 
 from minikv import Error
-from minikv.engine import SamplingParams
+from minikv.engine import SamplingParams, grammar
 from minikv.engine.prompts import prompt_ids, split_prompts
 
 
@@ -82,3 +82,10 @@ def test_numpy_seeds_and_odd_priorities() -> None:
         SamplingParams(logit_bias={1: 1e39})
     with pytest.raises(Error, match="temperature"):
         SamplingParams(temperature=10**400)
+
+
+def test_without_llguidance_the_install_command_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(grammar, "find_spec", lambda name: None)
+    with pytest.raises(Error, match=r"json_schema.*llguidance.*pip install .*\[grammar\]"):
+        SamplingParams(json_schema={"type": "object"})
+    assert SamplingParams(temperature=1).json_schema is None

@@ -1,4 +1,4 @@
-"""Small steps to run under a runner: a layer over a real paged pool, and its plain counterpart."""
+"""Small steps to run under a runner: a layer over a paged pool with its plain counterpart, an engine's decoding."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minikv import LLM
 from minikv.attention import AttentionBackend, LayerAttention
 from minikv.graphs import Buffer, CudaGraphRunner, GraphRunner, Padding
-from minikv.graphs.decode import OpaqueAttention, decode_buffers
+from minikv.graphs.decode import CapturedDecode, CompiledDecode, OpaqueAttention, decode_buffers
+from minikv.graphs.sampling import VARIANTS, sample
 from minikv.memory import KVPool, PagedAllocator, RequestTable
 
 HEADS, D = 2, 16
@@ -101,3 +103,22 @@ class PagedLayer:
             weights = torch.softmax(torch.einsum("hd,nhd->hn", batch["q"][i].double(), k) * D**-0.5, -1)
             outs.append(torch.einsum("hn,nhd->hd", weights, v))
         return torch.stack(outs).float()
+
+
+class TapedDecode(CompiledDecode):
+    """The engine's decode step as a tape can record it: attention is one operation, sampling is its own many."""
+
+    def __call__(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
+        logits = self.decoder(inputs["token_ids"], inputs["positions"], self.opaque)
+        return sample(logits, variant, inputs.get("knobs"), inputs.get("mask"))
+
+
+def give_graphs(llm: LLM, sizes: list[int], device: str = "cpu", **options: Any) -> CudaGraphRunner:
+    """Let an engine decode through a CUDA graph runner of these sizes; on the CPU through tapes."""
+    step = TapedDecode(llm.decoder, llm.attention) if device == "cpu" else CapturedDecode(llm.decoder, llm.attention)
+    rows = llm.scheduler.max_requests
+    llm.runner = CudaGraphRunner(
+        step, decode_buffers(rows, torch.device(device), llm.config.vocab_size), sizes, variants=VARIANTS,
+        later=VARIANTS[2:], prepare=step.prepare, watch=step.watched, debug=True, progress=False, **options,
+    )  # fmt: skip
+    return llm.runner
