@@ -64,7 +64,7 @@ function render({ model, el }) {
       line.setAttribute("aria-level", row.level);
       line.id = `${uid}-${at}`;
       line.style.cssText = `padding:3px 6px 3px ${6 + 16 * Math.min(row.level - 1, 20)}px;cursor:pointer;white-space:nowrap;
-        overflow:hidden;text-overflow:ellipsis`;
+        display:flex;align-items:center`;
       if (row.more !== undefined) {
         line.textContent = `+${row.count.toLocaleString("en")} more`;
         line.style.opacity = 0.7;
@@ -74,13 +74,18 @@ function render({ model, el }) {
         if (has) line.setAttribute("aria-expanded", Boolean(opened));
         line.setAttribute("aria-selected", i === model.get("selected"));
         const box = document.createElement("span");
-        box.style.cssText = `display:inline-block;width:12px;height:12px;border-radius:3px;margin:0 6px -1px 0;
+        box.style.cssText = `flex:none;width:12px;height:12px;border-radius:3px;margin:0 6px 0 2px;
           border:1px solid #8a919c;background:${shade(i)}`;
         const text = document.createElement("code");
         text.textContent = d.text[i];
-        text.style.cssText = "background:none;color:inherit";
-        const facts = ` ${d.tokens[i]} tokens` + (d.locks[i] ? ` \u{1F512}${d.locks[i]}` : "");
-        line.append(has ? (opened ? "\u25BE " : "\u25B8 ") : "\u2002 ", box, text, facts);
+        text.style.cssText = "background:none;color:inherit;flex:1;overflow:hidden;text-overflow:ellipsis";
+        const facts = document.createElement("span");  // stays in sight: the text gives way
+        facts.textContent = `${d.tokens[i]} tokens` + (d.locks[i] ? ` \u{1F512}${d.locks[i]}` : "");
+        facts.style.cssText = "flex:none;margin-left:8px;opacity:.8";
+        const mark = document.createElement("span");
+        mark.textContent = has ? (opened ? "\u25BE" : "\u25B8") : "";
+        mark.style.cssText = "flex:none;width:14px";
+        line.append(mark, box, text, facts);
         if (i === model.get("selected")) line.style.fontWeight = 600;
       }
       if (at === active) line.style.outline = "2px solid #0072B2", line.style.outlineOffset = "-2px";

@@ -125,8 +125,8 @@ def test_start_here(page, lab, expect, trouble, tmp_path: Path) -> None:
     expect(page.locator(".jp-OutputArea-output", has_text="prompt tokens in all:")).to_be_attached()
     for theme in ("light", "dark"):
         _theme(page, theme)
-        answers = page.get_by_text("Answer", exact=True).first
-        answers.scroll_into_view_if_needed()
+        page.get_by_text("Answer", exact=True).first.scroll_into_view_if_needed()
+        page.wait_for_timeout(1000)  # cells are painted as they come into view
         page.screenshot(path=tmp_path / f"{theme}.png")
         _legible(page.locator(".jp-Notebook"))
     # A folded answer opens by keyboard.
@@ -196,11 +196,11 @@ def test_tour_pages(page, trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # From the outputs that the notebooks are committed with: other tests run them.
     monkeypatch.setattr(tour, "run_notebook", lambda path, **_: nbformat.read(path, as_version=4))
     pages, requests = tmp_path / "pages", []
-    tour.tour(None, pages)
+    tour.tour("00,04,06", pages)
     page.on("request", lambda request: requests.append(request.url))
     page.goto((pages / "index.html").as_uri())
     links = page.get_by_role("listitem").get_by_role("link")
-    assert links.count() == len(list(pages.glob("[0-9]*.html"))) == len(tour.pick(None))
+    assert links.count() == len(list(pages.glob("[0-9]*.html"))) == 3
     _look(page, tmp_path)
     for name in links.evaluate_all("(all) => all.map((a) => a.getAttribute('href'))"):
         page.goto((pages / name).as_uri())
