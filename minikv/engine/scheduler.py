@@ -80,6 +80,7 @@ class Scheduler:
         self._emit = emit or (lambda event, **fields: None)
         self._on_token = on_token or (lambda request, reason: reason)
         self._arrivals = self._admissions = 0
+        self._before: tuple[Batch, Sequence[int]] | None = None  # the step before and its tokens, if it was a decode
 
     # ---- the queue
 
@@ -160,16 +161,19 @@ class Scheduler:
 
     def process(self, batch: Batch, tokens: Sequence[int], logprobs: Sequence[Any] | None = None) -> None:
         """Record a step that has run: progress, then the token of each of `batch.sampled` (-1: unusable logits)."""
-        now, ended, got = _now(), [], []
+        now, ended = _now(), []
+        got = [request.id for request in batch.sampled]
+        self._before = (batch, tokens) if batch.kind == "decode" else None
         for request, computed in zip(batch.requests, batch.seq_lens.tolist(), strict=True):
             request.computed = computed
         for i, (request, token) in enumerate(zip(batch.sampled, tokens, strict=True)):
             if token < 0:
                 request.cache = False  # K/V behind broken logits must not be shared
                 ended.append((request, "error", "the model's logits hold no finite maximum (NaN or infinity)"))
+                got.remove(request.id)
                 continue
-            got.append(request.id)
-            request.timing.first_token = request.timing.first_token or now
+            if request.timing.first_token is None:
+                request.timing.first_token = now
             if logprobs is not None and request.logprobs is not None:
                 request.logprobs.append(logprobs[i])
             if reason := self._on_token(request, request.append(token)):
@@ -259,9 +263,8 @@ class Scheduler:
         self._make_room(sum(map(self._new, starts, ends)))
         rows, prefix_lens, seq_lens = (torch.tensor(v) for v in ([r.row for r in requests], starts, ends))
         ends_at = (seq_lens - prefix_lens).cumsum(0)
-        last_loc = self._slots_at(rows, (prefix_lens - 1).clamp_min(0))
-        last_loc = torch.where((prefix_lens > 0).to(last_loc.device), last_loc, -1)
-        slots = self.allocator.alloc_extend(prefix_lens, seq_lens, last_loc, int(ends_at[-1]))
+        last_slots = self.table.last_slots(rows, prefix_lens)
+        slots = self.allocator.alloc_extend(prefix_lens, seq_lens, last_slots, int(ends_at[-1]))
         self._write(rows, prefix_lens, seq_lens, slots)
         spans = list(zip(requests, starts, ends, strict=True))
         whole = [i for i, r in enumerate(requests) if ends[i] == r.length]
@@ -281,22 +284,29 @@ class Scheduler:
     # ---- decode
 
     def _decode_batch(self) -> Batch:
-        requests = list(self.running)
-        rows, seq_lens = torch.tensor([r.row for r in requests]), torch.tensor([r.length for r in requests])
-        prefix_lens = seq_lens - 1
-        slots = self.allocator.alloc_decode(seq_lens, self._slots_at(rows, prefix_lens - 1))
+        requests, before = list(self.running), self._before
+        if before is not None and before[0].requests == requests:  # nobody joined or left: everyone has one token more
+            last, tokens = before
+            rows, prefix_lens, logits_at, last_slots = last.rows, last.seq_lens, last.logits_at, last.out_slots
+            seq_lens = prefix_lens + 1
+        else:
+            tokens, logits_at = [r.last_token for r in requests], torch.arange(len(requests))
+            rows, seq_lens = torch.tensor([r.row for r in requests]), torch.tensor([r.length for r in requests])
+            prefix_lens = seq_lens - 1
+            last_slots = self.table.last_slots(rows, prefix_lens)
+        slots = self.allocator.alloc_decode(seq_lens, last_slots)
         self._write(rows, prefix_lens, seq_lens, slots)
         return Batch(
             kind="decode",
             requests=requests,
-            token_ids=torch.tensor([r.last_token for r in requests]),
+            token_ids=torch.tensor(tokens),
             positions=prefix_lens,
             rows=rows,
             prefix_lens=prefix_lens,
             seq_lens=seq_lens,
             out_slots=slots,
             sampled=requests,
-            logits_at=torch.arange(len(requests)),
+            logits_at=logits_at,
         )
 
     def _make_decode_room(self) -> None:
@@ -347,9 +357,6 @@ class Scheduler:
 
     def _rows_left(self) -> bool:
         return len(self.running) + len(self.prefilling) < self.max_requests and self.table.available_size() > 0
-
-    def _slots_at(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        return self.table.table[rows.to(self.table.table.device), columns.to(self.table.table.device)].long()
 
     def _write(self, rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, slots: torch.Tensor | None) -> None:
         if slots is None:

@@ -57,6 +57,7 @@ class RequestTable:
         self.max_requests, self.max_context, self.debug = max_requests, max_context, debug
         self.device = pick_device(device)
         self.table = torch.zeros(max_requests + 1, max_context, dtype=torch.int32, device=self.device)
+        self._flat = self.table.view(-1)
         self.clear()
 
     def available_size(self) -> int:
@@ -118,27 +119,55 @@ class RequestTable:
         row, start, stop = (np.asarray(x, dtype=np.int64).reshape(-1) for x in (rows, prefix_lens, seq_lens))
         if not row.size == start.size == stop.size:
             raise ArgumentError("rows", row.size, f"rows for {start.size} prefix_lens and {stop.size} seq_lens")
-        for r, a, b in zip(row.tolist(), start.tolist(), stop.tolist(), strict=True):
+        new = stop - start
+        inside = (row > 0) & (row <= self.max_requests) & (start >= 0) & (new >= 0) & (stop <= self.max_context)
+        if not (inside.all() and self._in_use[row].all()):
+            self._refuse(row.tolist(), start.tolist(), stop.tolist())
+        total = int(new.sum())
+        if slots.ndim != 1 or slots.numel() != total:
+            raise ArgumentError("slots", tuple(slots.shape), f"must be [{total}], one slot per new token")
+        if self.debug and slots.numel() and int(slots.min()) < 1:
+            raise ArgumentError("slots", int(slots.min()), "belongs to padding or to nothing; rows hold slots above 0")
+        index = row * self.max_context + start
+        if total != row.size or not (new == 1).all():  # not a decode step
+            index = np.repeat(index + new - np.cumsum(new), new) + np.arange(total)
+        self._flat.scatter_(0, self._to_device(index), slots.to(torch.int32))
+
+    def _refuse(self, rows: list[int], starts: list[int], stops: list[int]) -> None:
+        for r, a, b in zip(rows, starts, stops, strict=True):
             if not 0 < r <= self.max_requests or not self._held[r]:
                 raise ArgumentError("rows", r, "is not in use; write to rows from alloc()")
             if not 0 <= a <= b <= self.max_context:
                 raise ArgumentError("seq_lens", b, f"row {r} holds columns 0 to {self.max_context}, not {a} to {b}")
-        new = stop - start
-        if slots.ndim != 1 or slots.numel() != new.sum():
-            raise ArgumentError("slots", tuple(slots.shape), f"must be [{new.sum()}], one slot per new token")
-        if self.debug and slots.numel() and int(slots.min()) < 1:
-            raise ArgumentError("slots", int(slots.min()), "belongs to padding or to nothing; rows hold slots above 0")
-        ends = np.cumsum(new)
-        columns = np.arange(slots.numel()) - np.repeat(ends - new - start, new)
-        index = torch.from_numpy(np.repeat(row * self.max_context, new) + columns)
-        if self.device.type == "cuda":
-            index = index.pin_memory().to(self.device, non_blocking=True)
-        self.table.view(-1)[index] = slots.to(torch.int32)
+
+    def last_slots(self, rows: Sequence[int] | torch.Tensor, lens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """The slot of each request's last token, as the allocator asks for it; nothing waits for the device.
+
+        Parameters
+        ----------
+        rows, lens
+            Host integers ``[n]``.
+
+        Returns
+        -------
+        Tensor
+            int64 ``[n]`` on the table's device; -1 where a length is 0.
+        """
+        row, length = (np.asarray(x, dtype=np.int64).reshape(-1) for x in (rows, lens))
+        index = row * self.max_context + np.maximum(length - 1, 0)
+        index, length_there = self._to_device(np.stack((index, length)))
+        slots = self._flat[index].long()
+        return slots if length.all() else torch.where(length_there > 0, slots, -1)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(array)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     def clear(self) -> None:
         """All rows free and zero."""
         self._free = list(range(1, self.max_requests + 1))
         self._held = bytearray(self.max_requests + 1)
+        self._in_use = np.frombuffer(self._held, np.uint8)  # the same bytes
         self.table.zero_()
 
     def __repr__(self) -> str:
