@@ -7,7 +7,7 @@ from minikv.viz.canvas import Canvas
 from minikv.viz.style import INK, MUTED, OKABE_ITO, PAPER, SHADE, Drawing, blend
 
 ROOMS = [
-    ("engine", "5", "requests in, text out: scheduler, sampler, the loop", ""),
+    ("engine", "5", "requests in, text out: scheduler, sampler, the loop", "08"),
     ("graphs", "4", "record a decode step once, replay it", ""),
     ("models", "3", "the decoder that produces K, V and logits", "01 02"),
     ("prefix", "2", "radix cache: which tokens have K and V already", "06 07"),

@@ -26,7 +26,7 @@ def book(path: Path) -> nbformat.NotebookNode:
 
 
 def test_there_are_notebooks() -> None:
-    assert {p.name[:2] for p in PATHS} >= {f"{n:02}" for n in range(8)}
+    assert {p.name[:2] for p in PATHS} >= {f"{n:02}" for n in range(9)}
 
 
 def test_valid_and_plain(book, path) -> None:
