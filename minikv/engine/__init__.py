@@ -1,7 +1,8 @@
 """Floor 5: from prompts to tokens. Requests wait, are put into batches, run, are sampled, and their text streams out.
 
 Read in this order: ``params`` and ``request`` (what travels), ``scheduler`` (who runs next), ``sampler`` (which token),
-``text`` (tokens to text), ``llm`` (the loop that joins them), ``events`` and ``stats`` (what can be measured).
+``grammar`` (which tokens may come), ``text`` (tokens to text), ``llm`` (the loop that joins them), ``events`` and
+``stats`` (what can be measured).
 """
 
 from __future__ import annotations

@@ -56,6 +56,17 @@ class Grammars:
         The model's; its stop tokens are allowed where the output may end.
     vocab_size
         Width of the logits. Ids that the tokenizer does not know are never allowed.
+
+    Examples
+    --------
+    >>> from minikv.models.tokenizer import ByteTokenizer
+    >>> grammar = Grammars(ByteTokenizer(), 512).start({"enum": [True, None]})
+    >>> mask = np.zeros(grammar.words, np.int32)
+    >>> grammar.fill(mask)
+    >>> [chr(i) for i in range(512) if mask[i // 32] >> (i % 32) & 1]  # the first letter of true, or of null
+    ['n', 't']
+    >>> [grammar.accept(i) for i in b"true"]
+    [False, False, False, True]
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
