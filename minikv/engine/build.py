@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from minikv.device import default_dtype
+from minikv.device import default_dtype, memory_facts
 from minikv.engine.batch import Batch
 from minikv.errors import ArgumentError
 from minikv.memory import KVPool, MLAPool, plan_size
@@ -37,7 +39,7 @@ def check_sizes(**sizes: Any) -> None:
         if (
             not isinstance(value, kinds)
             or isinstance(value, bool)
-            or value < 1
+            or not (1 <= value < math.inf)
             or (name == "page_size" and value > 256)
         ):
             raise ArgumentError(name, value, REMEDIES[name])
@@ -45,6 +47,25 @@ def check_sizes(**sizes: Any) -> None:
         raise ArgumentError("kv_memory", sizes["kv_memory"], "give kv_tokens or kv_memory, not both")
     if sizes["kv_tokens"] is not None and sizes["kv_tokens"] < sizes["page_size"]:
         raise ArgumentError("kv_tokens", sizes["kv_tokens"], f"is less than one page of {sizes['page_size']} tokens")
+
+
+def check_seed(seed: Any) -> int:
+    """A seed that PyTorch's generators take, as an int."""
+    try:
+        number = None if isinstance(seed, bool) else operator.index(seed)
+    except TypeError:
+        number = None
+    if number is None or not -(2**63) <= number < 2**64:
+        raise ArgumentError("seed", seed, "must be an integer of at most 64 bits")
+    return number
+
+
+def check_room(argument: str, value: Any, need: int, device: torch.device) -> None:
+    """Raise ArgumentError where `need` bytes are more than what is free: asking for them could end the process."""
+    free = memory_facts(device).free
+    if need > free:
+        needs = f"needs {need / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free on {device}"
+        raise ArgumentError(argument, value, f"{needs}; lower it")
 
 
 def pick_dtype(argument: str, value: Any, device: torch.device, names: dict[str, torch.dtype] = DTYPES) -> torch.dtype:
@@ -72,7 +93,7 @@ def build_pool(
     dtype: torch.dtype,
     device: torch.device,
     kv_tokens: int | None,
-    kv_memory: int | None,
+    kv_memory: float | None,
     most: int,
 ) -> tuple[KVPool | MLAPool, int]:
     """The KV pool and its size in tokens: `kv_tokens`, or what `kv_memory` bytes hold, or a modest share of the free
@@ -84,6 +105,8 @@ def build_pool(
         )
         if kv_memory is None:
             kv_tokens = min(kv_tokens, -(-most // page_size) * page_size)
+    name, value = ("kv_tokens", kv_tokens) if kv_memory is None else ("kv_memory", kv_memory)
+    check_room(name, value, (kv_tokens + page_size) * per_token, device)
     if config.mla is not None:
         shape = (config.num_layers, config.mla.kv_lora_rank, config.mla.rope_dim)
         return MLAPool(kv_tokens, page_size, *shape, dtype, device), kv_tokens

@@ -8,11 +8,14 @@ available, evictable, size), ``retract`` (id), ``finish`` (id, reason, generated
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from minikv.errors import ArgumentError
 
 
 class EventLog:
@@ -27,7 +30,13 @@ class EventLog:
     """
 
     def __init__(self, path: str | Path | None = None, listeners: Iterable[Callable[[dict], None]] = ()) -> None:
-        self._file = None if path is None else open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        try:
+            self._file = None if path is None else open(os.fspath(path), "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        except (OSError, TypeError, ValueError) as e:
+            reason = getattr(e, "strerror", None) or e
+            raise ArgumentError(
+                "event_log", path, f"cannot be appended to ({reason}); name a file in a folder that exists"
+            ) from e
         self.listeners = list(listeners)
 
     def __call__(self, event: str, **fields: Any) -> None:

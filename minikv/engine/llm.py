@@ -14,7 +14,16 @@ from minikv import models
 from minikv.attention.backend import AttentionBackend
 from minikv.device import pick_device
 from minikv.engine.batch import Batch
-from minikv.engine.build import KV_DTYPES, build_pool, check_sizes, pick_context, pick_dtype, pick_runner
+from minikv.engine.build import (
+    KV_DTYPES,
+    build_pool,
+    check_room,
+    check_seed,
+    check_sizes,
+    pick_context,
+    pick_dtype,
+    pick_runner,
+)
 from minikv.engine.events import EventLog
 from minikv.engine.grammar import Grammars
 from minikv.engine.params import SamplingParams
@@ -76,7 +85,7 @@ class LLM:
         kv_dtype: Any = "auto",
         page_size: int = 16,
         kv_tokens: int | None = None,
-        kv_memory: int | None = None,
+        kv_memory: float | None = None,
         max_requests: int = 64,
         max_context: int | None = None,
         chunk_tokens: int = 512,
@@ -99,17 +108,19 @@ class LLM:
         )  # fmt: skip
         if speculative is not None:
             raise ArgumentError("speculative", speculative, "speculative decoding is not implemented yet; pass None")
-        self.device = pick_device(device)
+        self.seed, self.device, self._stats = check_seed(seed), pick_device(device), Stats()
+        self.events = EventLog(event_log, [self._stats.update])
         dtype = pick_dtype("dtype", dtype, self.device)
         kv_dtype = dtype if kv_dtype == "auto" else pick_dtype("kv_dtype", kv_dtype, self.device, KV_DTYPES)
-        loaded = models.load(model, device=self.device, dtype=dtype, seed=seed, progress=progress)
-        self.decoder, self.tokenizer, self.config, self.seed = loaded.decoder, loaded.tokenizer, loaded.config, seed
+        loaded = models.load(model, device=self.device, dtype=dtype, seed=self.seed, progress=progress)
+        self.decoder, self.tokenizer, self.config = loaded.decoder, loaded.tokenizer, loaded.config
         config = loaded.config
         context = pick_context(max_context, config.max_context)
         self.pool, size = build_pool(
             config, page_size, kv_dtype, self.device, kv_tokens, kv_memory, most=max_requests * context
         )
         self.allocator = PagedAllocator(size, page_size, self.device)
+        check_room("max_requests", max_requests, 4 * (max_requests + 1) * context, self.device)
         self.table = RequestTable(max_requests, context, self.device)
         self.cache = RadixCache(page_size, self.allocator, self.table, eviction=eviction, disable=not prefix_cache)
         self.cache.decode = self.tokenizer
@@ -117,8 +128,6 @@ class LLM:
             self.pool, self.table, page_size=page_size, q_heads=config.q_heads,
             backend=attention, deterministic=deterministic, max_requests=max_requests,
         )  # fmt: skip
-        self._stats = Stats()
-        self.events = EventLog(event_log, [self._stats.update])
         self.scheduler = Scheduler(
             self.cache, self.allocator, self.table,
             max_requests=max_requests, chunk_tokens=chunk_tokens, policy=policy, mixed=mixed,

@@ -10,6 +10,7 @@ import torch
 
 from minikv import LLM, Error, SamplingParams
 from minikv.engine import read_events, request_metrics
+from minikv.errors import ArgumentError
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 HOT = SamplingParams(max_tokens=12, temperature=1.5, top_p=0.9, seed=7, ignore_eos=True)
@@ -359,6 +360,26 @@ def test_bad_options_are_named(name, value):
         LLM(**options)
     assert isinstance(caught.value, (ValueError, RuntimeError))
     assert str(value) in str(caught.value) or name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_tokens": 2**40}, r"kv_tokens=1099511627776: needs 786,432.0 GiB, and .* are free on cpu; lower it"),
+        ({"kv_tokens": None, "kv_memory": 1e18}, "kv_memory=1e[+]18: needs"),
+        ({"kv_tokens": None, "kv_memory": float("nan")}, "kv_memory=nan: must be None or a number of bytes"),
+        ({"kv_tokens": None, "kv_memory": float("inf")}, "kv_memory=inf: must be None or a number of bytes"),
+        ({"max_requests": 2**40}, "max_requests=1099511627776: needs"),
+        *(({"seed": seed}, "seed=.*: must be an integer of at most 64 bits") for seed in ("7", 1.5, None, True, 2**64)),
+        ({"event_log": True}, "event_log=True: cannot be appended to"),
+        ({"event_log": "no/such/folder/log"}, "event_log='no/such.*No such file or directory.*folder that exists"),
+        ({"event_log": "."}, "event_log='.': cannot be appended to"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_options_that_no_machine_can_meet_are_named(options, named):
+    with pytest.raises(ArgumentError, match=named):
+        build(**options)
 
 
 def test_sizes_of_the_pool():
