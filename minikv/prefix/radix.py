@@ -98,7 +98,8 @@ class RadixCache(RequestLife):
         """The longest cached prefix of `tokens`, in whole pages; one hit for every node it passes.
 
         A match that ends inside a node splits it there. A prompt that is cached entirely matches entirely: who needs
-        logits matches ``tokens[:-1]``.
+        logits matches ``tokens[:-1]``. `slots` of the match are to be read only: within one node they are the tree's
+        own memory.
 
         Parameters
         ----------
@@ -268,7 +269,7 @@ class RadixCache(RequestLife):
     # ---- lock and evict
 
     def lock(self, node: Node) -> None:
-        """Protect a node and all above it from eviction; as many `unlock` calls undo it."""
+        """Protect a node of this tree and all above it from eviction; as many `unlock` calls undo it."""
         self._live(node)
         at: Node | None = node
         while at is not None:
@@ -298,8 +299,12 @@ class RadixCache(RequestLife):
             self._emit("unlock", [node])
 
     def _live(self, node: Node) -> None:
-        if node.parent is None and node is not self.root:
-            raise StateError(f"{node} is no longer in the tree: it was evicted, or the tree was reset")
+        top = node
+        while top.parent is not None:
+            top = top.parent
+        if top is not self.root:
+            gone = "no longer in the tree: it was evicted, or the tree was reset"
+            raise StateError(f"{node} is {gone if top is node else 'in another tree'}; match its tokens in this one")
 
     def evict(self, num_tokens: int) -> int:
         """Free unlocked leaves in policy order until at least `num_tokens` tokens went back, or none is left.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from plain_tree import FIRST_OUT, PlainTree, dump
 from prefix_world import World
 
+from minikv.errors import StateError
 from minikv.prefix import RadixCache
 from minikv.prefix.eviction import RANKS
 
@@ -119,6 +120,24 @@ def test_the_root_is_always_locked() -> None:
     c.lock(c.root)
     c.unlock(c.root)
     c.check()
+
+
+def test_a_node_of_another_tree_can_be_neither_locked_nor_unlocked() -> None:
+    mine, other = RadixCache(2), RadixCache(2)
+    for tree in (mine, other):
+        tree.insert([1, 2, 3, 4])
+        tree.insert([1, 2, 5, 6])
+    node = other.match_prefix([1, 2, 5, 6]).node
+    other.lock(node)
+    for call in (mine.lock, mine.unlock):
+        for stranger in (node, other.root):
+            with pytest.raises(StateError, match="tree"):
+                call(stranger)
+    assert (mine.protected_size, mine.evictable_size, other.protected_size, other.evictable_size) == (0, 6, 4, 2)
+    assert (node.lock_count, other.root.lock_count) == (1, 2)
+    other.unlock(node)
+    mine.check()
+    other.check()
 
 
 def test_an_evicted_node_cannot_be_locked() -> None:
