@@ -13,6 +13,10 @@ from torch import Tensor, fx
 from minikv.graphs.buffers import Buffer
 from minikv.graphs.runner import GraphRunner, Hidden
 
+ONE_THREAD = 1 << 15
+"""Elements per thread below which a generated loop is not shared out: the rows of a decode step are short, and threads
+that wait for each other take longer than one that does it all."""
+
 
 class CompiledRunner(GraphRunner):
     """Compiles a size and variant when it first comes (``compile_all`` does so beforehand).
@@ -89,7 +93,8 @@ def compiled(
 
     def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
         on_graph()
-        return compile_fx(graph, inputs, config_patches={"max_fusion_size": 1} if stores_by_index(graph) else {})
+        patches = {"cpp.min_chunk_size": ONE_THREAD} | ({"max_fusion_size": 1} if stores_by_index(graph) else {})
+        return compile_fx(graph, inputs, config_patches=patches)
 
     return torch.compile(function, dynamic=False, backend=backend)
 

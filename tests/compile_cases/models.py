@@ -39,8 +39,34 @@ def linear(
     )  # fmt: skip
 
 
+def rotate(name: str, q_heads: int, kv_heads: int, d: int, norm: bool, arch: int = 90, pool: str = "bf16") -> Case:
+    tensors = ("qkv", "q", "cos", "sin", *(("q_norm", "k_norm") if norm else ()))
+    signature = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(("k_cache", "v_cache"), f"*{pool}")
+    signature |= {"positions": "*i64", "slots": "*i64", "num_slots": "i32", "eps": "fp32"}
+    constexprs = {p: None for p in ("q_norm", "k_norm") if not norm}
+    constexprs |= {
+        "Q_HEADS": q_heads,
+        "KV_HEADS": kv_heads,
+        "D": d,
+        "HEADS": 4,
+        "BLOCK": 1 << (d // 2 - 1).bit_length(),
+    }
+    constexprs |= {"SATURATE": pool == "fp8e4nv", "DEPENDENT": arch >= 90}
+    aligned = (*tensors, "k_cache", "v_cache")
+    return Case(name, "minikv.models.fused_heads:rotate_kernel", signature, constexprs, aligned, (arch,), 1)
+
+
+def rows(name: str, kernel: str, k: int, *tensors: str, dtype: str = "bf16") -> Case:
+    block, sum_up = 1 << (k - 1).bit_length(), kernel == "add_norm_kernel"
+    signature = dict.fromkeys(tensors, f"*{dtype}") | ({"eps": "fp32"} if sum_up else {"k": "i32"})
+    constexprs = {"K": k, "BLOCK": block} if sum_up else {"BLOCK": min(1024, block)}
+    constexprs |= {"DEPENDENT": True} | ({} if "delta" in tensors or not sum_up else {"delta": None})
+    module = f"minikv.models.fused_rows:{kernel}"
+    return Case(name, module, signature, constexprs, tensors, (90,), min(8, max(1, block // 512)) if sum_up else 4)
+
+
 def cases() -> list[Case]:
-    return [
+    few = [
         case
         for rows in (1, 8)
         for case in (
@@ -55,3 +81,13 @@ def cases() -> list[Case]:
             linear(f"sm80, {rows}", rows, 3072, 1024, *POINTERS, gated=True, arch=80),
         )
     ]
+    others = [
+        rotate("heads of Qwen3", 16, 8, 128, True),
+        rotate("heads of 80 without norm", 9, 3, 80, False),
+        rotate("heads to fp8", 32, 8, 128, True, pool="fp8e4nv"),
+        rotate("heads on sm80", 32, 8, 128, True, arch=80),
+        rows("sum and norm", "add_norm_kernel", 4096, "x", "delta", "norm", "normed", "total"),
+        rows("norm alone", "add_norm_kernel", 1000, "x", "norm", "normed", "total"),
+        rows("silu and gate", "silu_mul_kernel", 3072, "gate_up", "out"),
+    ]
+    return few + others
