@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from minikv.device import have_triton
 from minikv.measure.table import table
 from minikv.measure.timing import measure, measure_graph, measure_host
 from minikv.memory import PagedAllocator
-from minikv.memory import allocator_kernels as kernels
 
 PAGE = 16
 EXTENDS = ((1, 0, 512), (1, 0, 8192), (8, 100, 512), (256, 0, 32), (256, 1000, 32))  # requests, prefix, new tokens each
@@ -49,8 +47,8 @@ def run(
     Returns
     -------
     dict
-        ``rows``: microseconds; `kernel` is the launch alone in a graph, `with copy` adds the copy of the lengths,
-        `host` is the time until the call returns; `empty` is an empty kernel in a graph, the limit.
+        ``rows``: microseconds; `kernel` is the call in a graph, where it is one launch that reads the lengths from
+        pinned memory; `host` is the time until the call returns; `empty` is an empty kernel in a graph, the limit.
     """
     on_cuda = torch.device(device).type == "cuda"
     rows = []
@@ -83,10 +81,8 @@ def _row(call: str, requests: int, prefix: int, new: int, device: Any, quick: bo
         step = _step(a, call, prefixes, seq, last, requests * new)
         timing[kind] = {}
         if torch.device(device).type == "cuda":
-            # First the graph, while all its copies still fit into the allocator's first arena of pinned memory.
-            timing[kind]["whole"] = measure_graph([step] * 20).us
-            if kind == "triton":
-                timing[kind]["kernel"] = measure_graph([_kernel(a, call, prefixes, seq, last)] * calls).us
+            # First the graph, while all its lengths still fit into the allocator's first arena of pinned memory.
+            timing[kind]["graph"] = measure_graph([step] * 50).us
         timing[kind]["host"] = measure_host(step, device=device, samples=calls).us
     ours = timing["triton" if "triton" in timing else "torch"]
     plain = PlainList(2 * need, PAGE)
@@ -98,10 +94,9 @@ def _row(call: str, requests: int, prefix: int, new: int, device: Any, quick: bo
         "prefix": prefix,
         "new tokens": requests * new,
         "device": torch.device(device).type,
-        "kernel": ours.get("kernel"),
-        "with copy": ours.get("whole"),
+        "kernel": ours.get("graph"),
         "host": ours["host"],
-        "torch device": timing["torch"].get("whole"),
+        "torch device": timing["torch"].get("graph"),
         "torch host": timing["torch"]["host"],
         "list host": by_list,
         "list / ours": by_list / ours["host"],
@@ -122,14 +117,3 @@ def _step(a: PagedAllocator, call: str, prefix: Any, seq: Any, last: Any, total:
         assert slots is not None
 
     return step
-
-
-def _kernel(a: PagedAllocator, call: str, prefix: torch.Tensor, seq: torch.Tensor, last: torch.Tensor) -> Any:
-    """The launch alone, its inputs already on the device."""
-    opened = (seq + PAGE - 1) // PAGE - (prefix + PAGE - 1) // PAGE
-    if call == "decode":
-        return partial(kernels.decode_triton, a._free, PAGE, last, a._free.head, int(opened.sum()))
-    before = torch.stack([torch.nn.functional.pad(x.cumsum(0), (1, 0)) for x in (seq - prefix, opened)]).to(a.device)
-    new = seq - prefix
-    arguments = (before.flatten(), last, a._free.head, int(opened.sum()), int(new.sum()), int(new.max()))
-    return partial(kernels.extend_triton, a._free, PAGE, *arguments)

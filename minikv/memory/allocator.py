@@ -85,6 +85,8 @@ class PagedAllocator:
         self.device = _with_index(pick_device(device))
         self._on_cpu = self.device.type == "cpu"
         self._triton = use_triton(kernels, self.device)
+        # NumPy divides integers slowly; most page sizes are powers of two.
+        self._page_shift = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else None
         self._staging = Staging(self.device)
         self._frees = self._undone = self._depth = 0
         self._pending: list[Any] = []
@@ -163,18 +165,18 @@ class PagedAllocator:
         if prefix.size != n:
             raise ArgumentError("prefix_lens", tuple(prefix.shape), f"must have as many entries as seq_lens, {n}")
         new = seq - prefix
-        if n and np.maximum.reduce(seq) > MOST_TOKENS:
-            raise ArgumentError("seq_lens", int(seq.max()), f"is too long: at most {MOST_TOKENS} tokens a request")
-        if n and np.minimum.reduce(new | prefix) < 0:  # the sign bit of either
+        # As unsigned numbers the negative ones are the largest, so one reduction finds them and the too long ones.
+        if n and np.maximum.reduce((new | prefix).view(np.uint64)) >= 2 * MOST_TOKENS:
+            if seq.max() > MOST_TOKENS:
+                raise ArgumentError("seq_lens", int(seq.max()), f"is too long: at most {MOST_TOKENS} tokens a request")
             i = int(np.argmax((new | prefix) < 0))
             raise ArgumentError("prefix_lens", int(prefix[i]), f"of request {i} must be 0 to seq_lens, {seq[i]}")
         self._check_last_loc(last_loc, prefix)
-        before = self._staging.array(2 * n + 2)
-        before[0] = before[n + 1] = 0
-        last = self.page_size - 1
-        np.add.accumulate(new, out=before[1 : n + 1])
-        np.add.accumulate((seq + last) // self.page_size - (prefix + last) // self.page_size, out=before[n + 2 :])
-        total, new_pages = int(before[n]), int(before[-1])
+        before, to_kernel = self._staging.array(2 * n + 2)
+        before[0] = before[1] = 0
+        np.add.accumulate(new, out=before[2::2])
+        np.add.accumulate(self._pages(seq) - self._pages(prefix), out=before[3::2])
+        total, new_pages = int(before[-2]), int(before[-1])
         if total != extend_num_tokens:
             raise ArgumentError("extend_num_tokens", extend_num_tokens, f"must be the sum of the extends, {total}")
         first = self._take(new_pages)
@@ -183,10 +185,11 @@ class PagedAllocator:
         if total == 0:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         longest = int(np.maximum.reduce(new))
-        fill_in = kernels.extend_triton if self._triton else kernels.extend_torch
-        return fill_in(
-            self._free, self.page_size, self._staging.send(before), last_loc, first, new_pages, total, longest
-        )
+        if self._triton:
+            fill_in, table = kernels.extend_triton, to_kernel
+        else:
+            fill_in, table = kernels.extend_torch, torch.from_numpy(before)
+        return fill_in(self._free, self.page_size, table, last_loc, first, new_pages, total, longest)
 
     def alloc_decode(self, seq_lens: torch.Tensor | np.ndarray, last_loc: torch.Tensor) -> torch.Tensor | None:
         """One more slot for each request: the next one of its page, or the first of a new page.
@@ -213,7 +216,8 @@ class PagedAllocator:
         if n and np.minimum.reduce(prefix) < 0:
             raise ArgumentError("seq_lens", int(prefix.min()) + 1, "must count the new token, so be at least 1")
         self._check_last_loc(last_loc, prefix)
-        new_pages = n - int(np.count_nonzero(prefix % self.page_size))
+        into = prefix % self.page_size if self._page_shift is None else prefix & (self.page_size - 1)
+        new_pages = n - int(np.count_nonzero(into))
         first = self._take(new_pages)
         if first is None:
             return None
@@ -222,14 +226,20 @@ class PagedAllocator:
         fill_in = kernels.decode_triton if self._triton else kernels.decode_torch
         return fill_in(self._free, self.page_size, last_loc, first, new_pages)
 
+    def _pages(self, lengths: np.ndarray) -> np.ndarray:
+        """Pages that hold so many tokens."""
+        up = lengths + (self.page_size - 1)
+        return up // self.page_size if self._page_shift is None else up >> self._page_shift
+
     def _take(self, pages: int) -> int | None:
         """Position of the first of `pages` pages that now leave the free list, or None when there are too few."""
         free = self._free
         free.poll()
+        first = free.head
         if pages > free.available:
             return None
-        free.head += pages
-        return free.head - pages
+        free.head = first + pages
+        return first
 
     def _check_last_loc(self, last_loc: torch.Tensor, prefix: np.ndarray) -> None:
         if last_loc.shape != prefix.shape or last_loc.dtype not in (torch.int64, torch.int32):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from minikv._triton import tl, triton
+from minikv._triton import INTERPRETED, tl, triton
 from minikv.memory.free_list import HELD, FreeList
 from minikv.memory.launch import Binary, pointer
 
@@ -27,21 +27,22 @@ _binaries: dict[tuple[Any, ...], Binary] = {}
 
 def _launch(
     kernel: Any, block: int, grid: tuple[int, int], page_size: int, free: FreeList,
-    out: torch.Tensor, inputs: tuple[torch.Tensor, ...], scalars: tuple[int, ...],
+    out: torch.Tensor, inputs: tuple[Any, ...], scalars: tuple[int, ...],
 ) -> None:  # fmt: skip
     """Launch the one binary that this device and page size have for all traffic; compile it at its first use."""
-    key = (id(kernel), page_size, free.stack.device.index)
+    key = (id(kernel), page_size, free.device_index)
     binary = _binaries.get(key)
     if binary is None:
-        types = (out, free.stack, free.state, free.lost, *inputs, *scalars)
+        stand_ins = (free.stack, free.lost.view(torch.int32))[-len(inputs) :]  # inputs may be bare addresses
+        types = (out, free.stack, free.state, free.lost, *stand_ins, *scalars)
         binary = _binaries[key] = Binary(kernel, types, PAGE=page_size, BLOCK=block)
-    binary(*grid, pointer(out), *free.addresses, *map(pointer, inputs), *scalars)
+    binary(*grid, pointer(out), *free.addresses, *inputs, *scalars)
 
 
 def extend_triton(
     free: FreeList,
     page_size: int,
-    before: torch.Tensor,
+    before: Any,
     last_loc: torch.Tensor,
     first: int,
     new_pages: int,
@@ -55,7 +56,8 @@ def extend_triton(
     free
         Free list and page states on the device.
     before
-        int64 ``[2, n + 1]``: tokens, then new pages, of all requests before each one; the last column is the sum.
+        int64 ``[n + 1, 2]``, a tensor or an address (see ``Staging``): tokens, and new pages, of all requests before
+        each one; the last row is the sum.
     last_loc
         int32 or int64 ``[n]``: slot of each request's last prefix token, -1 without a prefix.
     first, new_pages
@@ -69,43 +71,49 @@ def extend_triton(
         int64 ``[total]``.
     """
     n = last_loc.numel()
-    out = torch.empty(total, dtype=torch.int64, device=free.stack.device)
+    out = free.stack.new_empty(total)
     words, stride = _int32_words(last_loc)
     blocks = min(-(-longest // EXTEND_BLOCK), max(1, MOST_PROGRAMS // n))
-    scalars = (first, free.seen, free.num_pages, n, stride)
-    _launch(extend_kernel, EXTEND_BLOCK, (n, blocks), page_size, free, out, (before, words), scalars)
+    scalars = (first, free.seen, free.num_pages, n, total, stride)
+    _launch(extend_kernel, EXTEND_BLOCK, (n, blocks), page_size, free, out, (pointer(before), words), scalars)
     return out
 
 
 def decode_triton(free: FreeList, page_size: int, last_loc: torch.Tensor, first: int, new_pages: int) -> torch.Tensor:
     """Slots of one more token for each request in one launch: nothing but `last_loc` is read per request."""
     n = last_loc.numel()
-    out = torch.empty(n, dtype=torch.int64, device=free.stack.device)
+    out = free.stack.new_empty(n)
     words, stride = _int32_words(last_loc)
     scalars = (first, free.seen, free.num_pages, new_pages, n, stride)
     _launch(decode_kernel, DECODE_BLOCK, (-(-n // DECODE_BLOCK), 1), page_size, free, out, (words,), scalars)
     return out
 
 
-def _int32_words(last_loc: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _int32_words(last_loc: torch.Tensor) -> tuple[Any, int]:
     """`last_loc` as int32 words and the distance between entries: one binary serves int32 and int64 (low words)."""
     if not last_loc.is_contiguous():
         last_loc = last_loc.contiguous()
-    return (last_loc, 1) if last_loc.dtype == torch.int32 else (last_loc.view(torch.int32), 2)
+    if last_loc.dtype == torch.int32:
+        return pointer(last_loc), 1
+    return (last_loc.view(torch.int32) if INTERPRETED else last_loc.data_ptr()), 2
 
 
 # Nothing about an argument is compiled in: not the value 1, not divisibility by 16, not a pointer's alignment.
-@triton.jit(do_not_specialize=[*range(11)], do_not_specialize_on_alignment=[*range(11)])
+@triton.jit(do_not_specialize=[*range(12)], do_not_specialize_on_alignment=[*range(12)])
 def extend_kernel(
     out_ptr, free_ptr, state_ptr, lost_ptr, before_ptr, last_loc_ptr,
-    first, seen, num_pages, n, last_loc_stride,
+    first, seen, num_pages, n, total, last_loc_stride,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) writes the slots of request i's token blocks j, j + J, j + 2J, … of BLOCK tokens each."""
     request = tl.program_id(0)
-    start = tl.load(before_ptr + request)
-    length = (tl.load(before_ptr + request + 1) - start).to(tl.int32)
-    pages_before = tl.load(before_ptr + n + 1 + request).to(tl.int32)
+    start, length, pages_before = 0, total, 0
+    if n > 1:  # one read of this row and the next; it goes to host memory
+        four = tl.arange(0, 4)
+        rows = tl.load(before_ptr + 2 * request + four).to(tl.int32)
+        start = tl.sum(tl.where(four == 0, rows, 0), 0)
+        pages_before = tl.sum(tl.where(four == 1, rows, 0), 0)
+        length = tl.sum(tl.where(four == 2, rows, 0), 0) - start
     last = tl.load(last_loc_ptr + request * last_loc_stride).to(tl.int64)
     # Pages that frees asked to return but that were not held shift the front; the host learns of them later.
     front = first + (tl.load(lost_ptr).to(tl.int32) - seen)
@@ -159,7 +167,7 @@ def extend_torch(
     longest: int,
 ) -> torch.Tensor:
     """The same slots as :func:`extend_triton`, with PyTorch operations on any device."""
-    tokens, pages = before.view(2, -1)
+    tokens, pages = before.to(last_loc.device, non_blocking=True).view(-1, 2).unbind(1)
     following = last_loc.long() + 1
     request = torch.repeat_interleave(tokens.diff(), output_size=total)
     t = torch.arange(total, device=tokens.device)  # numbered over the whole batch; the terms per request make up for it

@@ -46,6 +46,7 @@ class FreeList:
         self.state[0].fill_(RESERVED)
         self.lost = torch.zeros(1, dtype=torch.int64, device=device)
         self.addresses = tuple(map(pointer, (self.stack, self.state, self.lost)))
+        self.device_index = self.stack.device.index
         self.exact = device.type == "cpu"  # every free is checked first, so the host's count is the truth
         self._told = None if self.exact else torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._told_host = None if self._told is None else self._told.numpy()

@@ -1,4 +1,4 @@
-"""The shortest way from Python to a running kernel, and from host numbers to the device: no waiting, few microseconds.
+"""The shortest way from Python to a running kernel, and from host numbers to it: no waiting, few microseconds.
 
 Triton's ordinary launch looks at every argument of every call to choose a binary, which costs more host time than a
 small kernel runs. Where the argument types never change, :class:`Binary` compiles once and then only launches.
@@ -6,6 +6,7 @@ small kernel runs. Where the argument types never change, :class:`Binary` compil
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -60,49 +61,49 @@ class Binary:
                 self(grid_x, grid_y, *args)
 
 
-def pointer(tensor: torch.Tensor) -> Any:
+def pointer(tensor: torch.Tensor | int) -> Any:
     """What a :class:`Binary` takes for a tensor: its address on CUDA, the tensor itself in the interpreter."""
-    return tensor if INTERPRETED else tensor.data_ptr()
+    return tensor if INTERPRETED or isinstance(tensor, int) else tensor.data_ptr()
 
 
 class Staging:
-    """Carries small host arrays to `device`: written in pinned memory, copied once, never waited for.
+    """Small host arrays for kernels to read: written in pinned memory, never copied, never waited for.
 
-    Every call of :meth:`array` gets pinned memory that no earlier copy still reads: the arena is used front to back,
-    then replaced, and PyTorch's host allocator keeps the old one until its copies are done.
+    A kernel reads pinned host memory through its own address. A few numbers are there sooner than a copy would have
+    brought them: a copy is one more command for the host to give and for the stream to go through.
+
+    An arena is used front to back. Then the oldest one is taken if the device is done with it, else a new one: nothing
+    that a kernel may still read is ever overwritten, as long as one stream does the work.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1 << 16) -> None:
-        self._device, self._pinned = device, device.type == "cuda"
         self._capacity, self._used = capacity, 0
-        self._arena = self._new_arena(capacity if self._pinned else 0)
-        self._on_device: dict[int, torch.Tensor] = {}
+        self._arena = _Arena(capacity) if device.type == "cuda" else None
+        self._spent: deque[_Arena] = deque()
 
-    def _new_arena(self, size: int) -> torch.Tensor:
-        arena = torch.empty(size, dtype=torch.int64, pin_memory=self._pinned)
-        self._host = arena.numpy()
-        return arena
+    def array(self, size: int) -> tuple[np.ndarray, Any]:
+        """An int64 array ``[size]`` to fill, and what a :class:`Binary` takes for it."""
+        if self._arena is None:
+            array = np.empty(size, dtype=np.int64)
+            return array, torch.from_numpy(array)
+        if self._used + size > self._arena.size:
+            self._next_arena(size)
+        start, arena = self._used, self._arena
+        self._used = start + size
+        return arena.host[start : start + size], arena.address + 8 * start
 
-    def array(self, size: int) -> np.ndarray:
-        """An int64 array ``[size]`` to fill; the next :meth:`send` carries it."""
-        if not self._pinned:
-            return np.empty(size, dtype=np.int64)
-        if self._used + size > self._arena.numel():
-            self._arena, self._used = self._new_arena(max(size, self._capacity)), 0
-        return self._host[self._used : self._used + size]
+    def _next_arena(self, size: int) -> None:
+        if self._arena is not None:
+            self._arena.done.record()
+            self._spent.append(self._arena)
+        fits = self._spent and self._spent[0].size >= size and self._spent[0].done.query()
+        self._arena, self._used = self._spent.popleft() if fits else _Arena(max(size, self._capacity)), 0
 
-    def send(self, array: np.ndarray) -> torch.Tensor:
-        """Copy the array last given out to the device, int64 ``[size]``; later sends may overwrite the result."""
-        if not self._pinned:
-            return torch.from_numpy(array)
-        size = array.size
-        target = self._on_device.get(size)
-        if target is None:
-            if len(self._on_device) >= 1024:
-                self._on_device.clear()
-            # Work on one stream runs in order, so a buffer is read before the next copy into it starts.
-            with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
-                target = self._on_device[size] = torch.empty(size, dtype=torch.int64, device=self._device)
-        target.copy_(self._arena[self._used : self._used + size], non_blocking=True)
-        self._used += size
-        return target
+
+class _Arena:
+    """Pinned memory, and an event after which it may be overwritten."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.done = size, torch.cuda.Event()
+        pinned = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        self.host, self.address = pinned.numpy(), pinned.data_ptr()

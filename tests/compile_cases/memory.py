@@ -11,9 +11,9 @@ EXTEND = {
     "lost_ptr": "*i64",
     "before_ptr": "*i64",
     "last_loc_ptr": "*i32",
-    **dict.fromkeys(("first", "seen", "num_pages", "n", "last_loc_stride"), "i32"),
+    **dict.fromkeys(("first", "seen", "num_pages", "n", "total", "last_loc_stride"), "i32"),
 }
-DECODE = {**{k: t for k, t in EXTEND.items() if k != "before_ptr"}, "new_pages": "i32"}
+DECODE = {**{k: t for k, t in EXTEND.items() if k not in ("before_ptr", "total")}, "new_pages": "i32"}
 STORE = {
     "slots_ptr": "*i64",
     **dict.fromkeys(("n", "num_slots"), "i32"),
