@@ -11,7 +11,7 @@ from minikv.memory.launch import Binary, pointer
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-TILE = 2048  # elements of K, and of V, that one program moves: 16 a thread, two 16-byte loads of bf16
+TILE = 2048  # elements of K, and of V, that one program moves: 8 or 16 a thread, so whole 16-byte loads
 _binaries: dict[tuple[Any, ...], Binary] = {}
 
 
@@ -49,7 +49,7 @@ def store_triton(
     if binary is None:
         binary = _binaries[key] = Binary(
             store_kernel, (*tensors, *scalars), HEAD_DIM=dim, HAS_V=len(rows) == 2, SCALED=scaled,
-            SATURATE=k_cache.dtype == FP8, TOKENS=TILE // columns, COLUMNS=columns,
+            SATURATE=k_cache.dtype == FP8, TOKENS=TILE // columns, COLUMNS=columns, num_warps=8 if scaled else 4,
         )  # fmt: skip
     binary(triton.cdiv(n, TILE // columns), triton.cdiv(width, columns), *map(pointer, tensors), *scalars)
 
@@ -85,18 +85,20 @@ def store_kernel(
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     slot = tl.load(slots_ptr + token, mask=token < n, other=-1)
-    mask = ((slot >= 0) & (slot < num_slots))[:, None] & (column < width)[None, :]
+    # Rows are read whether or not their slot is good: no load waits for the slots.
+    read = (token < n)[:, None] & (column < width)[None, :]
+    write = ((slot >= 0) & (slot < num_slots))[:, None] & (column < width)[None, :]
     head, dim = column // HEAD_DIM, column % HEAD_DIM
     target = row_offset(slot, width)[:, None] + column[None, :]
     k_from = row_offset(token, k_token_stride)[:, None] + (head * k_head_stride + dim)[None, :]
-    k = tl.load(k_ptr + k_from, mask=mask)
+    k = tl.load(k_ptr + k_from, mask=read)
     if HAS_V:
         v_from = row_offset(token, v_token_stride)[:, None] + (head * v_head_stride + dim)[None, :]
-        v = tl.load(v_ptr + v_from, mask=mask)
+        v = tl.load(v_ptr + v_from, mask=read)
         v = _converted(v, v_scale, v_cache_ptr.dtype.element_ty, SCALED, SATURATE)
-        tl.store(v_cache_ptr + target, v, mask=mask)
+        tl.store(v_cache_ptr + target, v, mask=write)
     k = _converted(k, k_scale, k_cache_ptr.dtype.element_ty, SCALED, SATURATE)
-    tl.store(k_cache_ptr + target, k, mask=mask)
+    tl.store(k_cache_ptr + target, k, mask=write)
 
 
 def store_torch(caches: list[torch.Tensor], slots: torch.Tensor, rows: list[torch.Tensor], scales: list[float]) -> None:
