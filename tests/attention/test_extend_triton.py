@@ -153,11 +153,17 @@ def test_full_size(device, dtype, prefix, new, heads, d):
 
 
 @pytest.mark.parametrize("device", [BIG])
-def test_fp8_pool(device):
-    case = make_case(
-        [100], [70], d=64, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=2.0, device=device
-    )
-    check(case)
+@pytest.mark.parametrize(
+    ("d", "d_v"), [(64, 64), (80, 80), (96, 96), (256, 256), (192, 128), (288, 256), (320, 256), (576, 512)]
+)
+def test_fp8_pool(d, d_v, device):
+    """Head sizes with and without a tail block, through the tiles of each."""
+    for seed, (prefix, new) in enumerate([([100], [70]), ([31, 176, 33], [1, 53, 29])]):
+        case = make_case(
+            prefix, new, d=d, d_v=d_v, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=2.0,
+            seed=seed, device=device,
+        )  # fmt: skip
+        check(case)
 
 
 @pytest.mark.parametrize("arch", [75, 80, 86, 89, 90])
