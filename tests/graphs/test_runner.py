@@ -177,6 +177,12 @@ def test_capture_puts_the_state_back(device) -> None:
     assert len(log) == 9, "a replay runs no Python"
 
 
+def _frozen() -> int:
+    """Objects out of the collector's sight; after a collection, in which Python 3.12 sets some of its own aside."""
+    gc.collect()
+    return gc.get_freeze_count()
+
+
 @on_devices
 def test_a_failed_capture_goes_on_eagerly(device) -> None:
     big = []
@@ -187,13 +193,13 @@ def test_a_failed_capture_goes_on_eagerly(device) -> None:
             raise RuntimeError("out of everything")
         return inputs["x"] * 2
 
-    state, frozen = torch.ones(1, device=device), gc.get_freeze_count()
+    state, frozen = torch.ones(1, device=device), _frozen()
     before = torch.cuda.memory_reserved() if device == "cuda" else 0
     with pytest.warns(RuntimeWarning, match=r"greedy × 2 failed.*out of everything(.|\n)*\(1\).*\(2\)(.|\n)*\(3\)"):
         r = runner_of(step, 4, [2, 4], device=device, state={"state": state})
     assert r.captured == []
     assert gc.isenabled()
-    assert gc.get_freeze_count() <= frozen, "what was frozen is free again"
+    assert _frozen() == frozen, "what was frozen is free again"
     big.clear()
     if device == "cuda":
         torch.cuda.empty_cache()
