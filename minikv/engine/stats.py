@@ -37,10 +37,10 @@ class Histogram:
         """An independent copy."""
         return Histogram(self.bounds, list(self.counts), self.total)
 
-    def add(self, seconds: float) -> None:
-        """Count one observation."""
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.total += seconds
+    def add(self, seconds: float, times: int = 1) -> None:
+        """Count one observation, or several equal ones."""
+        self.counts[bisect_left(self.bounds, seconds)] += times
+        self.total += seconds * times
 
 
 @dataclass
@@ -78,13 +78,16 @@ class Stats:
             self.steps += 1
             self.computed_tokens += sum(n for _, n in e["extends"]) + len(e["decodes"])
             self.generated_tokens += len(e["sampled"])
+            before: dict[float, int] = {}  # most had their last token in the same step
             for id in e["sampled"]:
                 live = self._live[id]
-                if live[1] is None:
+                if (last := live[1]) is None:
                     self.ttft.add(t - live[0])
                 else:
-                    self.inter_token.add(t - live[1])
+                    before[last] = before.get(last, 0) + 1
                 live[1] = t
+            for last, times in before.items():
+                self.inter_token.add(t - last, times)
         elif kind == "add":
             self.added += 1
             self.prompt_tokens += e["prompt_tokens"]
