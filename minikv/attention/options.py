@@ -98,6 +98,8 @@ def check_extend(
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         _expect(name, new, (q.shape[0], cache.shape[1], cache.shape[2]), (q.dtype,), q.device)
         _last_dim_dense(name, new)
+        if out is not None:
+            _expect_apart(out, name, new)
     return _options(q, kv_indptr, **options)
 
 
@@ -176,6 +178,8 @@ def _check_tensors(
     if out is not None:
         _expect("out", out, (tokens, q_heads, v_cache.shape[2]), (q.dtype,), q.device)
         _last_dim_dense("out", out)
+        for name, read in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            _expect_apart(out, name, read)
 
 
 def _check_list(kv_indptr: Tensor, kv_indices: Tensor, slots: int) -> None:
@@ -276,6 +280,14 @@ def _expect_ints(name: str, tensor: Tensor, length: int | None, device: torch.de
 def _last_dim_dense(name: str, tensor: Tensor) -> None:
     if tensor.stride(-1) != 1:
         raise ArgumentError(name, _shown(tensor), "its last dimension must be dense; call .contiguous() first")
+
+
+def _expect_apart(out: Tensor, name: str, read: Tensor) -> None:
+    """Refuse an `out` in the memory of an input; of two strided tensors only the beginnings are compared."""
+    a, b = out.data_ptr(), read.data_ptr()
+    cross = out.is_contiguous() and read.is_contiguous() and a < b + read.nbytes and b < a + out.nbytes
+    if (a == b or cross) and out.numel() and read.numel():
+        raise ArgumentError("out", _shown(out), f"lies in the memory of {name}, which is read while out is written")
 
 
 def _shown(tensor: Tensor) -> str:

@@ -195,3 +195,18 @@ def test_the_public_functions_return_what_they_promise(way):
     result = decode_attention(*case.decode_args(), backend=way.backend, out=buffer, return_lse=True)
     assert result[0] is buffer
     assert (result[1].shape, result[1].dtype) == ((1, 4), torch.float32)
+
+
+def test_an_output_in_the_memory_of_an_input_is_refused(way):
+    case = make_case([3], [2], dtype=torch.float16, device=way.device)
+    q, k, v, *lists = case.extend_args()
+    whole = torch.zeros(2 * q.numel(), dtype=q.dtype, device=way.device)
+    q, beside = whole[: q.numel()].view(q.shape), whole[q.numel() :].view(q.shape)
+    half_over = whole[q.numel() // 2 : -(q.numel() // 2)].view(q.shape)
+    for out in (q, half_over):
+        with pytest.raises(ArgumentError, match="lies in the memory of q"):
+            extend_attention(q, k, v, *lists, backend=way.backend, out=out)
+    q_decode, *rest = case.decode_args()
+    with pytest.raises(ArgumentError, match="lies in the memory of q"):
+        decode_attention(q_decode, *rest, backend=way.backend, out=q_decode)
+    extend_attention(q, k, v, *lists, backend=way.backend, out=beside)
