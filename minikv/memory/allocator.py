@@ -24,7 +24,6 @@ from minikv.memory.free_list import FREE, HELD, PENDING, FreeList
 from minikv.memory.launch import Staging
 
 MAX_PAGE_SIZE = 256
-
 MOST_TOKENS = 1 << 40  # sums over a batch stay far from the end of 64 bits
 
 
@@ -145,7 +144,7 @@ class PagedAllocator:
             CPU integers ``[n]``: tokens before and after.
         last_loc
             int32 or int64 ``[n]`` on the allocator's device: slot of the last prefix token, -1 without a prefix.
-            ``(last_loc + 1) % page_size == prefix_lens % page_size``; checked on the CPU and with ``debug=True``.
+            ``(last_loc + 1) % page_size == prefix_lens % page_size``, in a held page; checked on the CPU or by `debug`.
         extend_num_tokens
             The sum of ``seq_lens - prefix_lens``.
 
@@ -247,13 +246,16 @@ class PagedAllocator:
         if last_loc.device != self.device:
             raise ArgumentError("last_loc", last_loc.device, f"must be on the allocator's device, {self.device}")
         if self._on_cpu or self.debug:
-            wrong = (last_loc.cpu().numpy() + 1 - prefix) % self.page_size
+            slots = last_loc.cpu().numpy()
+            misplaced = (slots + 1 - prefix) % self.page_size != 0
+            pages = slots // self.page_size  # the rest of a page that nobody holds would be given away twice
+            wrong = misplaced | ((prefix % self.page_size > 0) & self._not_held(pages))
             if wrong.any():
-                i = int(np.argmax(wrong != 0))
-                raise ArgumentError(
-                    "last_loc", int(last_loc[i]), f"of request {i} is not where a prefix of {prefix[i]} tokens ends in "
-                    f"its page of {self.page_size}; pass the slot of the last prefix token, -1 without a prefix"
-                )  # fmt: skip
+                i = int(np.argmax(wrong))
+                why = f"not where a prefix of {prefix[i]} tokens ends in its page of {self.page_size}"
+                why = why if misplaced[i] else f"in page {pages[i]}, which nobody holds"
+                remedy = "pass the slot of the last prefix token, -1 without a prefix"
+                raise ArgumentError("last_loc", int(slots[i]), f"of request {i} is {why}; {remedy}")
 
     # ---- taking back -------------------------------------------------------------------------------------------
 
@@ -302,17 +304,21 @@ class PagedAllocator:
     def _checked_pages(self, slots: np.ndarray) -> np.ndarray:
         """The pages of `slots`, ascending, each once and each held; on the CPU they are marked as on their way back."""
         pages = np.unique(slots // self.page_size).astype(np.int64)
-        state = self._free.state.numpy() if self._on_cpu else self._state_with_pending()
-        outside = (pages < 1) | (pages > self.num_pages)
-        wrong = outside | (state[np.where(outside, 0, pages)] != HELD)
+        wrong = self._not_held(pages)
         if wrong.any():
             page = int(pages[np.argmax(wrong)])
             why = "is already free" if 1 <= page <= self.num_pages else f"is not one of 1..{self.num_pages}"
             slot = int(slots[slots // self.page_size == page][0])
             raise ArgumentError("slots", slot, f"page {page} {why}; free each page once, and only slots handed out")
         if self._on_cpu:
-            state[pages] = PENDING
+            self._free.state.numpy()[pages] = PENDING
         return pages
+
+    def _not_held(self, pages: np.ndarray) -> np.ndarray:
+        """Which of `pages` are free, on their way back, or no pages to hand out."""
+        state = self._free.state.numpy() if self._on_cpu else self._state_with_pending()
+        outside = (pages < 1) | (pages > self.num_pages)
+        return outside | (state[np.where(outside, 0, pages)] != HELD)
 
     def _state_with_pending(self) -> np.ndarray:
         state = self._free.state.cpu().numpy()

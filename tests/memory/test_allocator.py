@@ -356,6 +356,25 @@ def test_wrong_calls_raise_before_anything_happens(make, monkeypatch, call, mess
     assert a.free_pages.tolist() == [2, 3, 4, 5, 6, 7, 8]
 
 
+def test_last_loc_in_a_page_that_nobody_holds_is_named() -> None:
+    a = PagedAllocator(16, 4)
+    held = a.alloc(8)
+    gone = a.alloc(4)
+    a.free(gone)
+    for bad in (13, 17, 1, 401):  # freed, never handed out, padding's page, outside the pool
+        for call in (
+            lambda at: a.alloc_extend(ints([2]), ints([5]), ints([at]), 3),
+            lambda at: a.alloc_decode(ints([3]), ints([at])),
+        ):
+            with pytest.raises(
+                ArgumentError, match=rf"last_loc={bad}: of request 0 is in page {bad // 4}, which nobody"
+            ):
+                call(bad)
+    assert a.available_size() == 8
+    assert a.alloc_decode(ints([3]), held[1:2]).tolist() == [6]
+    assert a.alloc_decode(ints([5]), ints([15])).tolist() == [12], "a new page does not depend on the old one"
+
+
 def test_last_loc_that_does_not_fit_the_prefix_is_named() -> None:
     a = PagedAllocator(32, 4)
     with pytest.raises(ArgumentError, match="request 1 "):
