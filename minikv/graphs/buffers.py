@@ -93,6 +93,7 @@ class Buffer:
     offset: int = 0
     variants: tuple[str, ...] = ()
     _used: int = field(default=0, repr=False)  # entries that hold something other than padding
+    _views: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)  # (block, rows; -1: all) -> part
 
     def __post_init__(self) -> None:
         if self.padding is Padding.ZERO and self.fill != 0:
@@ -112,7 +113,11 @@ class Buffer:
         return self.tensor if self.stage is None else self._part(self.stage.host)
 
     def _part(self, block: Tensor) -> Tensor:
-        return block[self.offset : self.offset + self.tensor.shape[0]].view(self.tensor.dtype)
+        part = self._views.get((id(block), -1))
+        if part is None:
+            part = block[self.offset : self.offset + self.tensor.shape[0]].view(self.tensor.dtype)
+            self._views[id(block), -1] = part
+        return part
 
     def serves(self, variant: str) -> bool:
         """Whether this variant reads it."""
@@ -121,7 +126,12 @@ class Buffer:
     def view(self, rows: int, on_host: bool = False) -> Tensor:
         """The part that a step of so many rows reads; all of a ``KEEP`` buffer that has no `extra`."""
         whole = self.host if on_host else self.tensor
-        return whole if self.padding is Padding.KEEP and not self.extra else whole[: rows * self.per_row + self.extra]
+        if self.padding is Padding.KEEP and not self.extra:
+            return whole
+        part = self._views.get((id(whole), rows))
+        if part is None:
+            part = self._views[id(whole), rows] = whole[: rows * self.per_row + self.extra]
+        return part
 
     def load(self, value: Any, rows: int) -> None:
         """Write the entries of a batch, and padding over all that an earlier one left, up to `rows` and beyond."""
