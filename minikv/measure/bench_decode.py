@@ -16,11 +16,13 @@ from minikv.device import pick_device, synchronize
 from minikv.engine import LLM, SamplingParams
 from minikv.errors import StateError
 from minikv.graphs import CudaGraphRunner
+from minikv.graphs.decode import CompiledDecode, decode_buffers
 from minikv.graphs.runner import Hidden
 from minikv.measure.limits import copy_bandwidth
 from minikv.measure.table import table
 
 CONTEXT, NEW = 512, 128
+PATIENCE = 75.0  # seconds after which torch.compile is not begun any more: it takes a minute
 
 
 def run(
@@ -88,6 +90,8 @@ def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool) -> tuple[
         captures = [_captured(llm, order) for order in ("largest first", "smallest first")]
         eager = LLM(model, graphs=False, **options)
         rows += [_row(model, eager, batch, "eager", min(new, 17)) for batch in batches]
+        if perf_counter() - started < PATIENCE:
+            rows.append(_compiled(model, eager, 1, new))
         del eager
     del llm
     gc.collect()
@@ -111,6 +115,7 @@ def _row(model: str, llm: LLM, batch: int, way: str, new: int) -> dict[str, Any]
         "gpu us": None,
         "host us": None,
         "kernels": None,
+        "per layer": None,
     }
 
 
@@ -133,6 +138,18 @@ def _bytes(llm: LLM, batch: int, context: int) -> int:
     if not llm.config.tie_embeddings:
         weights -= llm.decoder.embed_tokens.weight.nbytes  # a few rows of it
     return weights + batch * context * llm.pool.bytes_per_token
+
+
+def _compiled(model: str, llm: LLM, batch: int, new: int) -> dict[str, Any]:
+    """The plain decoder by ``torch.compile`` inside a captured graph, attention by our kernels."""
+    step = CompiledDecode(llm.decoder, llm.attention)
+    buffers = decode_buffers(batch, llm.device, llm.config.vocab_size)
+    started = perf_counter()
+    llm.runner = CudaGraphRunner(
+        step, buffers, [batch], variants=("greedy",), prepare=step.prepare, compile_up_to=batch, progress=False
+    )
+    print(f"compiled and captured in {perf_counter() - started:.1f} s")
+    return _row(model, llm, batch, "compiled, in a graph", new)
 
 
 def _inside(llm: LLM, batch: int) -> dict[str, Any]:
@@ -161,7 +178,12 @@ def _inside(llm: LLM, batch: int) -> dict[str, Any]:
     for id in ids:
         llm.abort(id)
     llm.step()
-    return {"gpu us": gpu * 1e6, "host us": median(host) * 1e6, "kernels": kernels}
+    return {
+        "gpu us": gpu * 1e6,
+        "host us": median(host) * 1e6,
+        "kernels": kernels,
+        "per layer": kernels and kernels / llm.config.num_layers,
+    }
 
 
 def _replays(graph: Any, samples: int = 20) -> float:
@@ -185,7 +207,7 @@ def _kernels(graph: Any) -> int | None:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             graph.replay()
             torch.cuda.synchronize()
-        return sum(e.device_type.name == "CUDA" for e in seen.events()) or None
+        return sum(e.device_type.name == "CUDA" for e in seen.events() or ()) or None
     except Exception as e:
         warnings.warn(f"the profiler counts no kernels here: {e}", stacklevel=2)
         return None

@@ -67,10 +67,10 @@ def test_few_rows_times_a_matrix(device, dtype, rows, n, k, parts) -> None:
         "norm": torch.rand(k) + 0.5 if "norm" in parts else None,
         "residual": torch.randn(rows, n // 2 if gated else n) if "residual" in parts else None,
     }
-    x, w, *rest = (None if t is None else t.to(device, dtype) for t in (x, w, *options.values()))
-    given: dict[str, Any] = dict(zip(options, rest, strict=True))
+    x, w = x.to(device, dtype), w.to(device, dtype)
+    given: dict[str, Any] = {name: None if t is None else t.to(device, dtype) for name, t in options.items()}
     more: dict[str, Any] = {"eps": 1e-5, "gated": gated}
-    want = project_torch(wide(x), wide(w), **{name: wide(t) for name, t in given.items()}, **more)  # type: ignore[arg-type]
+    want = project_torch(x.double(), w.double(), **{name: wide(t) for name, t in given.items()}, **more)
     same(project(x, w, **given, **more), project_torch(x, w, **given, **more), want)
 
 
@@ -171,10 +171,10 @@ def test_a_fused_step_gives_the_decoders_logits(device, shape, rows) -> None:
             pool, table, page_size=4, q_heads=config.q_heads, backend="triton", max_requests=rows
         )
         slots = torch.arange(4, 4 + total, device=device)
-        taken = table.alloc(rows)
+        taken = table.alloc(rows) or []
         table.write(taken, [0] * rows, lens, slots)
         for i in range(config.num_layers):
-            pool.set_kv(i, slots, *old[i])
+            pool.set_kv(i, slots, old[i, 0], old[i, 1])
         attention.begin_decode(torch.tensor(taken), lens, slots[(lens.cumsum(0) - 1).to(device)])
         tokens = torch.arange(rows, device=device)
         logits.append(make(decoder)(tokens, (lens - 1).to(device), attention))
