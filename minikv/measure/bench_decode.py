@@ -73,7 +73,7 @@ def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool) -> tuple[
     options: dict[str, Any] = {
         "device": "cuda",
         "max_requests": most,
-        "kv_tokens": most * (CONTEXT + new + 16),
+        "kv_tokens": most * (CONTEXT + NEW + 16),
         "max_context": 1024,
         "chunk_tokens": 8192,
         "prefix_cache": False,
@@ -160,7 +160,9 @@ def _inside(llm: LLM, batch: int) -> dict[str, Any]:
         return {}
     graph, out = runner.graphs[runner.variants[0], size]
     params = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
-    ids = [llm.add(prompt, params) for prompt in _prompts(llm, batch)]
+    requests = [llm._request(prompt, params) for prompt in _prompts(llm, batch)]
+    for request in requests:
+        llm.scheduler.add(request)
     while len(llm.scheduler.running) < batch:
         llm.step()
     for _ in range(3):
@@ -175,8 +177,8 @@ def _inside(llm: LLM, batch: int) -> dict[str, Any]:
         llm._advance()
         host.append(perf_counter() - started)
     runner._replay = replay
-    for id in ids:
-        llm.abort(id)
+    for request in requests:
+        llm.abort(request.id)
     llm.step()
     return {
         "gpu us": gpu * 1e6,
