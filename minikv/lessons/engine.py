@@ -13,6 +13,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -210,8 +211,7 @@ def _judge(task: Exercise, function: Any) -> Verdict:
         where = "the worked case" if done == 0 else case.why or f"random case {done}"
         shown = f"{where}: {describe_call(task, case)}"
         try:
-            with limited(function, task.steps):
-                got = task.call(function, case)
+            got = limited(function, task.steps, partial(task.call, function, case))
         except OutOfSteps:
             return failed(f"{shown} ran more than {task.steps:,} lines; does a loop never end?", cases=done, case=case)
         except NotImplementedError:
@@ -299,8 +299,7 @@ def _known_cause(task: Exercise, function: Callable[..., Any]) -> str | None:
 
 def _outcome(task: Exercise, function: Callable[..., Any], case: Case) -> Any:
     try:
-        with limited(function, task.steps):
-            return task.call(function, case)
+        return limited(function, task.steps, partial(task.call, function, case))
     except KeyboardInterrupt:
         raise
     except BaseException as e:
