@@ -46,6 +46,7 @@ To step through and to play with (each shows a static picture first; ``.widget``
       ``.log``.
     - ``inspector.Inspector(cache, *, decode, requests, colour_by)``: search and open the nodes of a large tree.
     - ``widgets.Live(draw, **controls)``: a picture that follows controls of your own.
+    - ``reorder.Reorder(letters)``: a control whose value is an order, changed by dragging or by arrow keys.
 
 Style
     - ``style.legend()``: every mark; ``style.request("A")``: a request's letter, colour and ink.

@@ -228,3 +228,25 @@ def _look(page: Any, folder: Path) -> None:
         assert (red > 200) == (scheme == "light"), page.url
         _legible(page.locator("body"))
         page.screenshot(path=folder / f"{Path(page.url).stem}-{scheme}.png")
+
+
+def test_requests_are_put_into_another_order(page, lab, expect, trouble, tmp_path: Path) -> None:
+    _run_all(page, lab, "08_batches.ipynb")
+    part = page.locator(".jp-OutputArea-output", has=page.get_by_role("button", name="A, place 1 of 6"))
+    part.scroll_into_view_if_needed()
+    picture = part.get_by_role("img")
+    expect(picture).to_contain_text("In the order A B D E C F")
+    part.get_by_role("button", name="C, place 5").focus()
+    for order in ("A B D C E F", "A B C D E F"):
+        page.keyboard.press("ArrowLeft")  # the letter keeps the focus while it moves
+        expect(picture).to_contain_text(f"In the order {order}")
+    expect(picture).to_contain_text("46 of 78 tokens computed")
+    part.screenshot(path=tmp_path / "light.png")
+    _legible(part)
+    _theme(page, "dark")
+    part.get_by_role("button", name="D, place 4").drag_to(part.get_by_role("button", name="B, place 2"))
+    expect(picture).to_contain_text("In the order A D B C E F")
+    part.screenshot(path=tmp_path / "dark.png")
+    _legible(part)
+    lab.end_kernels()
+    assert trouble == []
