@@ -397,3 +397,26 @@ def test_the_scheduler_needs_neither_models_nor_kernels():
         assert not bad, bad
     """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_decode_step_of_the_same_requests_looks_nothing_up(monkeypatch) -> None:
+    engine, looked_up = Engine(size=128), []
+    real = engine.table.last_slots
+    monkeypatch.setattr(engine.table, "last_slots", lambda *args: looked_up.append(args) or real(*args))
+    for i in range(3):
+        engine.add([i, 1, 2], max_tokens=12 + 3 * i)
+    engine.step()
+    engine.step()
+    looked_up.clear()
+    for _ in range(5):
+        assert len(engine.step().requests) == 3
+    assert not looked_up
+    engine.add([9, 9], max_tokens=3)
+    while any(r.finish_reason is None for r in engine.requests):
+        before = list(engine.scheduler.running)
+        looked_up.clear()
+        batch = engine.step()
+        changed = batch.kind == "extend" or engine.batches[-2].kind == "extend" or before != engine.batches[-2].requests
+        assert bool(looked_up) == changed
+    assert engine.texts() == [solo([i, 1, 2], 12 + 3 * i) for i in range(3)] + [solo([9, 9], 3)]
+    engine.idle()

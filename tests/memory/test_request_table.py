@@ -139,3 +139,12 @@ def test_b10_a_window_reads_oldest_to_newest() -> None:
         slot = a.alloc_decode(torch.tensor([n + 1]), t.table[row, n - 1 : n].long())
         t.write([row], [n], [n + 1], slot)
         pool[slot] = n
+
+
+def test_last_slots_are_where_the_lengths_end(where) -> None:
+    t = RequestTable(3, 4, device=where)
+    rows = t.alloc(3)
+    t.write(rows, [0, 0, 0], [4, 1, 0], torch.tensor([5, 6, 7, 8, 9], device=where))
+    assert t.last_slots(rows, torch.tensor([4, 1, 0])).tolist() == [8, 9, -1]
+    assert t.last_slots(torch.tensor(rows[:2]), [2, 1]).tolist() == [6, 9]
+    assert t.last_slots([], []).tolist() == []
