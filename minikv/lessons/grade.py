@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,27 +44,47 @@ def grade(notebook: str | os.PathLike[str], *, seconds: int = SECONDS, gigabytes
     path = Path(notebook)
     cells = _read(path)
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
+        result, errors = Path(folder) / "result.jsonl", Path(folder) / "errors.txt"
         command = [sys.executable, "-m", "minikv.lessons.worker", str(path.resolve()), str(result), str(gigabytes)]
+        code = _run(command, errors, seconds)
+        records = _records(result)
+        place = next((record["running"] for record in reversed(records) if "running" in record), "its start")
         trouble = ""
-        try:
-            # Output goes nowhere: the learner's prints are not the grade.
-            done = subprocess.run(
-                command,
-                timeout=seconds,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            if done.returncode != 0:
-                last = (done.stderr or "").strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-                trouble = f"the notebook's process ended early ({last[0]})"
-        except subprocess.TimeoutExpired:
-            trouble = f"the notebook ran longer than {seconds} s"
-        lines = result.read_text().splitlines() if result.exists() else []
-    records = [json.loads(line) for line in lines]
-    return _grades(path, cells, records, trouble)
+        if code is None:
+            trouble = f"the notebook ran longer than {seconds} s, it was ended in {place}"
+        elif code != 0:
+            last = errors.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
+            trouble = f"the notebook's process ended early, in {place} ({last[0]})"
+    return _grades(path, cells, [record for record in records if "exercise" in record], trouble)
+
+
+def _run(command: list[str], errors: Path, seconds: int) -> int | None:
+    """The exit code of `command`, or None when it took too long; it and what it has started are ended then."""
+    # Output goes nowhere: the learner's prints are not the grade. No pipe, which a child's child could keep open.
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+        )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:  # also after Ctrl-C, which does not reach a session of its own
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+        process.wait()
+
+
+def _records(result: Path) -> list[dict]:
+    """The worker's lines; the last one may be cut off."""
+    records = []
+    for line in result.read_text().splitlines() if result.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
 
 
 def _read(path: Path) -> list[dict]:

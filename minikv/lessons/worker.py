@@ -10,7 +10,7 @@ from typing import Any
 
 
 def run(notebook: Path, result: Path, gigabytes: int) -> None:
-    """Run the cells and append one JSON line per check to `result`."""
+    """Run the cells, and append a JSON line to `result` for each cell that begins and for each check."""
     _limit_memory(gigabytes)
     os.environ.setdefault("MPLBACKEND", "agg")
     import nbformat
@@ -22,11 +22,13 @@ def run(notebook: Path, result: Path, gigabytes: int) -> None:
     place = {"cell": ""}
     judge = engine.check
 
-    def recording_check(id: str, function: Any, *, quiet: bool = False) -> engine.Verdict:
-        verdict = judge(id, function, quiet=quiet)
-        record = {"exercise": id, "passed": verdict.passed, "message": verdict.message, "cell": place["cell"]}
+    def tell(record: dict[str, Any]) -> None:
         with result.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+    def recording_check(id: str, function: Any, *, quiet: bool = False) -> engine.Verdict:
+        verdict = judge(id, function, quiet=quiet)
+        tell({"exercise": id, "passed": verdict.passed, "message": verdict.message, "cell": place["cell"]})
         return verdict
 
     lessons.check = engine.check = recording_check  # type: ignore[assignment]
@@ -37,6 +39,7 @@ def run(notebook: Path, result: Path, gigabytes: int) -> None:
         # Cells that only measure are long and define nothing that an exercise needs.
         if cell.cell_type == "code" and "measure" not in cell.get("metadata", {}).get("tags", []):
             place["cell"] = f"cell {number + 1} ({cell.get('id', 'no id')})"
+            tell({"running": place["cell"]})
             shell.run_cell(cell.source, store_history=False)
 
 

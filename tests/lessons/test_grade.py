@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import nbformat
 import pytest
 
 from minikv.cli import main
 from minikv.errors import ArgumentError
-from minikv.lessons import check
+from minikv.lessons import check, exercises
 from minikv.lessons.grade import grade
 
 RIGHT = "def pages_needed(num_tokens, page_size):\n    return -(-num_tokens // page_size)"
@@ -43,6 +44,57 @@ def test_limits_on_time(tmp_path) -> None:
     row = grade(path, seconds=6)[0]
     assert not row.passed
     assert "longer than 6 s" in row.message
+    assert "cell 1 (c0)" in row.message
+
+
+def test_a_loop_that_no_exception_leaves_ends_by_the_limit(tmp_path) -> None:
+    stubborn = """
+def pages_needed(num_tokens, page_size):
+    while True:
+        try:
+            while True:
+                try:
+                    len("")
+                except BaseException:
+                    pass
+        except BaseException:
+            pass
+"""
+    child = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    path = _notebook(tmp_path / "00_stubborn.ipynb", child, stubborn, CHECK)
+    row = grade(path, seconds=8)[0]  # waits neither for the loop nor for the child
+    assert not row.passed
+    assert "longer than 8 s" in row.message
+    assert "cell 3 (c2)" in row.message
+
+
+def test_limits_on_memory(tmp_path) -> None:
+    if sys.platform == "win32":
+        pytest.skip("Windows has no such limit")
+    path = _notebook(tmp_path / "00_big.ipynb", "block = bytearray(64 << 30)", RIGHT, CHECK)
+    assert grade(path)[0].passed, "the cell that asks for too much fails alone"
+    greedy = "def pages_needed(num_tokens, page_size):\n    return len(bytearray(64 << 30))"
+    row = grade(_notebook(tmp_path / "00_greedy.ipynb", greedy, CHECK))[0]
+    assert not row.passed
+    assert "MemoryError" in row.message
+
+
+def test_a_process_that_dies_says_where(tmp_path) -> None:
+    path = _notebook(tmp_path / "00_dies.ipynb", RIGHT, "import os\nos._exit(7)", CHECK)
+    row = grade(path)[0]
+    assert not row.passed
+    assert "ended early, in cell 2 (c1) (exit code 7)" in row.message
+
+
+def test_the_exit_code_says_whether_all_is_solved(tmp_path, capsys) -> None:
+    others = [task for task in exercises("00") if task.id != "00-pages-needed"]
+    assert others == [], "add their solutions below"
+    assert main(["check", str(_notebook(tmp_path / "00_right.ipynb", RIGHT, CHECK))]) == 0
+    assert "1 of 1 exercises solved" in capsys.readouterr().out
+    wrong = RIGHT.replace("-(-num_tokens // page_size)", "num_tokens // page_size")
+    assert main(["check", str(_notebook(tmp_path / "00_wrong.ipynb", wrong, CHECK)), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["solved"], told["of"]) == (0, 1)
 
 
 def test_not_a_notebook(tmp_path, capsys) -> None:
