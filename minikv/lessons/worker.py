@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+SKIPPED = {"measure", "demo"}
+"""Tags of cells that are no learner's work: measuring takes long, and a demonstrated failure is no answer."""
+
 
 def run(notebook: Path, result: Path, gigabytes: int) -> None:
     """Run the cells, and append a JSON line to `result` for each cell that begins and for each check."""
@@ -36,8 +39,7 @@ def run(notebook: Path, result: Path, gigabytes: int) -> None:
     os.chdir(notebook.parent)
     shell = InteractiveShell.instance()
     for number, cell in enumerate(cells):
-        # Cells that only measure are long and define nothing that an exercise needs.
-        if cell.cell_type == "code" and "measure" not in cell.get("metadata", {}).get("tags", []):
+        if cell.cell_type == "code" and not SKIPPED & set(cell.get("metadata", {}).get("tags", [])):
             place["cell"] = f"cell {number + 1} ({cell.get('id', 'no id')})"
             tell({"running": place["cell"]})
             shell.run_cell(cell.source, store_history=False)

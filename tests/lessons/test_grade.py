@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -15,6 +16,7 @@ from minikv.lessons.grade import grade
 
 RIGHT = "def pages_needed(num_tokens, page_size):\n    return -(-num_tokens // page_size)"
 CHECK = "from minikv.lessons import check\ncheck('00-pages-needed', pages_needed)"
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
 def _notebook(path, *sources):
@@ -30,6 +32,15 @@ def test_a_solved_notebook(tmp_path, capsys) -> None:
     row = next(e for e in told["exercises"] if e["exercise"] == "00-pages-needed")
     assert row["passed"]
     assert row["cell"] == "cell 2 (c1)"
+
+
+def test_the_first_notebook_can_be_solved(tmp_path) -> None:
+    book = nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4)
+    for cell in book.cells:
+        if cell.id == "stub-00-pages-needed":
+            cell.source = RIGHT
+    nbformat.write(book, tmp_path / "00_solved.ipynb")
+    assert main(["check", str(tmp_path / "00_solved.ipynb")]) == 0
 
 
 def test_b134_a_copied_check_cell_is_named_and_the_rest_still_runs(tmp_path) -> None:

@@ -105,12 +105,29 @@ def test_formulas_are_words_and_code(book) -> None:
             assert not re.search(r"\$[^$\s][^$]*\$", prose), f"{cell.id}: the tour's pages load no MathJax"
 
 
+def test_relative_links_lead_somewhere(book) -> None:
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", cell.source):
+                assert (FOLDER / target).exists(), f"{cell.id}: {target}"
+
+
 def test_no_shell_lines(book) -> None:
     for cell in book.cells:
         if cell.cell_type == "code" and "colab" not in cell.metadata.get("tags", []):
             assert not re.search(r"^\s*[!%]", cell.source, re.M), (
                 f"{cell.id}: shell lines and magics do not belong here"
             )
+
+
+def test_each_exercise_is_checked_once(book, path) -> None:
+    from minikv.lessons import exercises
+    from minikv.lessons.worker import SKIPPED
+
+    graded = [c.source for c in book.cells if c.cell_type == "code" and not SKIPPED & set(c.metadata.get("tags", []))]
+    for task in exercises(path.name[:2]):
+        calls = sum(len(re.findall(rf"check\(\s*[\"']{task.id}[\"']", source)) for source in graded)
+        assert calls == 1, f"{task.id}: {calls} cells check it, and grading takes the last"
 
 
 def test_exercises_are_the_lessons_own(book, path) -> None:
