@@ -91,6 +91,7 @@ class RequestTable:
                 raise ArgumentError("rows", row, f"is not in use; free each row of 1..{self.max_requests} once")
         for row in rows:
             self._held[row] = 0
+            self._ends[row] = 0
             self.table[row].zero_()  # so what a row holds past its tokens was reserved by its present request
         self._free = sorted(rows) + self._free
 
@@ -132,6 +133,7 @@ class RequestTable:
         if total != row.size or not (new == 1).all():  # not a decode step
             index = np.repeat(index + new - np.cumsum(new), new) + np.arange(total)
         self._flat.scatter_(0, self._to_device(index), slots.to(torch.int32))
+        np.maximum.at(self._ends, row, stop)
 
     def _refuse(self, rows: list[int], starts: list[int], stops: list[int]) -> None:
         for r, a, b in zip(rows, starts, stops, strict=True):
@@ -139,6 +141,17 @@ class RequestTable:
                 raise ArgumentError("rows", r, "is not in use; write to rows from alloc()")
             if not 0 <= a <= b <= self.max_context:
                 raise ArgumentError("seq_lens", b, f"row {r} holds columns 0 to {self.max_context}, not {a} to {b}")
+
+    def end(self, row: int, start: int = 0) -> int:
+        """One past the last column of `row` that holds a slot, at least `start`.
+
+        On CUDA that is where :meth:`write` last ended, which the host knows; only a row that was filled by other means
+        is read, and that waits for the device.
+        """
+        if self.device.type == "cuda" and self._ends[row]:
+            return max(start, int(self._ends[row]))
+        held = self.table[row, start:].nonzero()  # a free row is zero, and slot 0 is never handed out
+        return start + (int(held[-1]) + 1 if len(held) else 0)
 
     def last_slots(self, rows: Sequence[int] | torch.Tensor, lens: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """The slot of each request's last token, as the allocator asks for it; nothing waits for the device.
@@ -168,6 +181,7 @@ class RequestTable:
         self._free = list(range(1, self.max_requests + 1))
         self._held = bytearray(self.max_requests + 1)
         self._in_use = np.frombuffer(self._held, np.uint8)  # the same bytes
+        self._ends = np.zeros(self.max_requests + 1, np.int64)  # columns written of each row since it was handed out
         self.table.zero_()
 
     def __repr__(self) -> str:

@@ -51,10 +51,8 @@ class RequestLife:
         """
         self._store(request)
         if self.table is not None and request.row:
-            row, start = self.table.table[request.row], request.protected_len
-            reserved = row[request.computed :].nonzero()  # a free row is zero, and slot 0 is never handed out
-            end = request.computed + (int(reserved[-1]) + 1 if len(reserved) else 0)
-            self._free(row[start:end])
+            end = self.table.end(request.row, request.computed)
+            self._free(self.table.table[request.row, request.protected_len : end])
             self.table.free([request.row])
         if request.node is not None:
             self.unlock(request.node)

@@ -148,3 +148,32 @@ def test_last_slots_are_where_the_lengths_end(where) -> None:
     assert t.last_slots(rows, torch.tensor([4, 1, 0])).tolist() == [8, 9, -1]
     assert t.last_slots(torch.tensor(rows[:2]), [2, 1]).tolist() == [6, 9]
     assert t.last_slots([], []).tolist() == []
+
+
+def test_the_end_of_a_row_is_known_however_it_was_filled() -> None:
+    t = RequestTable(2, 8)
+    a, b = t.alloc(2)
+    assert (t.end(a), t.end(a, 3)) == (0, 3)
+    t.write([a], [0], [5], torch.arange(4, 9))
+    t.table[b, :3] = torch.tensor([12, 13, 14])
+    assert (t.end(a), t.end(a, 2), t.end(a, 5), t.end(b)) == (5, 5, 5, 3)
+    t.free([a])
+    assert t.alloc(1) == [a]
+    assert t.end(a) == 0
+
+
+@pytest.mark.gpu
+def test_the_end_of_a_written_row_is_known_without_waiting() -> None:
+    t = RequestTable(2, 8, device="cuda")
+    a, b = t.alloc(2)
+    t.write([a, b], [0, 0], [5, 2], torch.arange(4, 11, device="cuda"))
+    t.write([a], [5], [6], torch.arange(11, 12, device="cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert (t.end(a), t.end(a, 3), t.end(b, 2)) == (6, 6, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    t.free([b])
+    assert t.alloc(1) == [b]
+    t.table[b, :3] = 7
+    assert t.end(b) == 3

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from plain_tree import dump
 from prefix_world import Req, World
 
+from minikv.memory import PagedAllocator, RequestTable
 from minikv.prefix import RadixCache
 
 
@@ -193,3 +196,26 @@ def test_b38_an_abort_in_mid_prefill_leaves_its_chunk_in_the_tree_or_free() -> N
     w.compute(b), w.compute(c)
     assert page not in (torch.tensor(w.row(c)) // 4).tolist()
     w.check()
+
+
+@pytest.mark.gpu
+def test_a_request_ends_without_waiting_for_the_device() -> None:
+    allocator, table = PagedAllocator(64, 4, device="cuda"), RequestTable(2, 32, device="cuda")
+    cache = RadixCache(4, allocator, table)
+    for tail in (7, 8):  # the second one finds pages that the first one left
+        tokens = np.array([*range(9), tail])
+        match = cache.match_prefix(tokens[:-1])
+        r = SimpleNamespace(token_ids=tokens, computed=10, row=table.alloc(1)[0], node=match.node, namespace=None)
+        r.protected_len = match.length
+        cache.lock(match.node)
+        last = match.slots[-1:] if match.length else torch.tensor([-1], device="cuda")
+        new = allocator.alloc_extend(torch.tensor([match.length]), torch.tensor([13]), last, 13 - match.length)
+        table.write([r.row], [0], [13], torch.cat([match.slots, new]))  # three more slots are reserved
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            cache.cache_finished(r)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    cache.check(owned=())
+    assert allocator.available_size() + cache.evictable_size == 64
