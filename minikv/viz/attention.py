@@ -93,7 +93,8 @@ def draw(
     skipped = 0
     if tile:
         skipped = _tiles(canvas, seen, tile, x0, y0, cell)
-        canvas.text(x0, bottom + 20, f"{skipped} tiles without a visible pair are skipped", fill=style.MUTED)
+        words = "1 tile without a visible pair is" if skipped == 1 else f"{skipped} tiles without a visible pair are"
+        canvas.text(x0, bottom + 20, f"{words} skipped", fill=style.MUTED)
     x, y = x0 + total * cell + 24, y0
     for kind, words in MEANING.items():
         if kind in canvas.used:

@@ -72,7 +72,7 @@ def draw(
         )
         bound = "memory" if point["intensity"] < ridge else "arithmetic"
         rows.append({
-            "name": point["name"], "FLOP/byte": f"{point['intensity']:.3g}", "limit": style.si(limit, "FLOP/s"),
+            "name": point["name"], "FLOP/byte": _three_digits(point["intensity"]), "limit": style.si(limit, "FLOP/s"),
             "measured": "" if speed is None else style.si(speed, "FLOP/s"),
             "share of limit": "" if speed is None else f"{speed / limit:.0%}", "bound by": bound,
         })  # fmt: skip
@@ -102,3 +102,8 @@ def _room(x: float, y: float, width: float, taken: list[tuple[float, float, floa
         start = x + dx
     taken.append((start, y + dy, start + width))
     return (dx, dy), side
+
+
+def _three_digits(number: float) -> str:
+    """``0.502``, ``22.2``, ``3,960``: three digits that count, without an exponent."""
+    return f"{float(f'{number:.3g}'):,.0f}" if abs(number) >= 100 else f"{number:.3g}"

@@ -196,7 +196,7 @@ def test_a_tree_mask_replaces_causality(look) -> None:
 
 
 def test_skipped_tiles_are_counted() -> None:
-    assert "2 tiles without a visible pair" in attention.draw(8, 4, sliding_window=4, tile=(4, 4)).svg
+    assert "2 tiles without a visible pair are skipped" in attention.draw(8, 4, sliding_window=4, tile=(4, 4)).svg
 
 
 # --------------------------------------------------------------------------------------------------------- tiles
