@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def test_b134_a_copied_check_cell_is_named_and_the_rest_still_runs(tmp_path) -> 
     (row,) = [g for g in grade(path) if g.exercise == "00-pages-needed"]
     assert row.passed
     assert "cell 3 (c2) and cell 4 (c3)" in row.message
+
+
+def test_b134_doubled_cell_ids_lose_no_marks(tmp_path) -> None:
+    book = json.loads(_notebook(tmp_path / "00_twice.ipynb", RIGHT, CHECK, CHECK, "2 + 2", CHECK).read_text())
+    for cell in book["cells"][1:]:
+        cell["id"] = "check"
+    (tmp_path / "00_twice.ipynb").write_text(json.dumps(book))
+    (row,) = grade(tmp_path / "00_twice.ipynb")
+    assert row.passed
+    places = re.findall(r"cell \d+", row.message)
+    assert places == ["cell 2", "cell 3", "cell 5"], row.message
 
 
 def test_limits_on_time(tmp_path) -> None:

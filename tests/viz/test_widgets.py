@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import ipywidgets
@@ -114,6 +116,16 @@ def test_b129_only_the_named_trait_calls() -> None:
     assert calls == [8]
     slider.max, slider.description = 50, "other"
     assert calls == [8]
+
+
+def test_b129_every_subscription_names_its_trait() -> None:
+    found = 0
+    for path in Path(inspector.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("observe", "unobserve"):
+                found += 1
+                assert "names" in {word.arg for word in node.keywords}, f"{path.name}:{node.lineno}"
+    assert found >= 3
 
 
 def test_b128_two_hundred_redraws_keep_the_size() -> None:
