@@ -76,7 +76,7 @@ STEP = Exercise(
         "token by token and compares every position with the full forward.\n\n"
         "With one token in the cache the softmax has one entry, so the first output is simply `x @ wv`."
     ),
-    signature="def step(x, cache, wq, wk, wv)",
+    signature="def step(x: np.ndarray, cache: dict[str, list], wq: np.ndarray, wk: np.ndarray, wv: np.ndarray) -> np.ndarray",
     worked=_steps_case(0, [2], 2, "the worked case"),
     grid=_steps_grid,
     random=lambda rng: _steps_case(
@@ -128,9 +128,12 @@ MISSING = Exercise(
     statement=(
         "A cache has a bug: one token's k and v were never stored, so attention ran over the others. Given the query, all keys "
         "and values that should be there (`[n, d]`) and the output that came, return the index of the lost token, or None if "
-        "none is lost. A cache that drops token 0 is the classic: the text stays fluent, and drifts."
+        "none is lost.\n\n"
+        "With two equal keys the weights are 1/2 each. If the values are `[2.0]` and `[6.0]`, the right output is `[4.0]`; an "
+        "output of `[6.0]` means that token 0 was lost. A cache that drops token 0 is the classic: the text stays fluent, and "
+        "drifts."
     ),
-    signature="def lost_token(query, keys, values, output)",
+    signature="def lost_token(query: np.ndarray, keys: np.ndarray, values: np.ndarray, output: np.ndarray) -> int | None",
     worked=_missing_case(0, 3, 0, "the worked case: token 0 is missing"),
     grid=_missing_grid,
     random=lambda rng: _missing_case(

@@ -51,7 +51,7 @@ KV_BYTES = Exercise(
         "and `head_dim` (K and V, one vector per KV head) or, for MLA, `kv_lora_rank` and `rope_dim` (one latent row, from "
         "which both K and V are read). Llama-3-8B in bf16: 32 layers · 2 · 8 heads · 128 · 2 bytes = 131,072 bytes a token."
     ),
-    signature="def kv_bytes(shape, tokens)",
+    signature="def kv_bytes(shape: dict[str, int], tokens: int) -> int",
     worked=Case((SHAPES["Llama-3-8B bf16"], 1), "the worked case"),
     grid=_kv_grid,
     random=lambda rng: Case((_shape_random(rng), int(rng.integers(0, 100_000)))),
@@ -90,7 +90,7 @@ LARGEST_BATCH = Exercise(
         "needs `tokens` tokens, in whole pages. How many requests fit at once? 1,000 bytes, weights 200, 2 bytes a token, "
         "5 tokens each, pages of 4: 100 pages, 99 usable, 2 per request, so 49."
     ),
-    signature="def largest_batch(memory, weights, token_bytes, tokens, page_size)",
+    signature="def largest_batch(memory: int, weights: int, token_bytes: int, tokens: int, page_size: int) -> int",
     worked=Case((1000, 200, 2, 5, 4), "the worked case"),
     grid=_batch_grid,
     random=lambda rng: Case(

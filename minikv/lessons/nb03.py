@@ -87,7 +87,7 @@ FIRST_FIT = Exercise(
         "leftmost place with `size` free cells side by side. Return one start address per alloc, in order, or None where no "
         "place is large enough. With capacity 8: alloc a 3, alloc b 3, free a, alloc c 2 gives `[0, 3, 0]`."
     ),
-    signature="def first_fit(capacity, trace)",
+    signature="def first_fit(capacity: int, trace: list[tuple]) -> list[int | None]",
     worked=Case((8, [("alloc", "a", 3), ("alloc", "b", 3), ("free", "a"), ("alloc", "c", 2)]), "the worked case"),
     grid=_first_fit_grid,
     random=_first_fit_random,
@@ -129,9 +129,10 @@ REFUSED = Exercise(
     title="Refused, though enough is free",
     statement=(
         "Build a trace for `capacity` cells (at least 3) whose last event is an alloc that first fit refuses although that many "
-        "cells are free in all. This is external fragmentation: the memory is there, but not in one piece."
+        "cells are free in all. This is external fragmentation: the memory is there, but not in one piece.\n\n"
+        "With 8 cells, `[('alloc', 'a', 8), ('alloc', 'b', 1)]` does not count: `b` is refused, but nothing is free."
     ),
-    signature="def refused_trace(capacity)",
+    signature="def refused_trace(capacity: int) -> list[tuple]",
     worked=Case((8,), "the worked case"),
     grid=lambda: iter(
         [Case((3,), "three cells are enough"), Case((4,), "an even capacity"), Case((5,), "an odd capacity")]

@@ -155,7 +155,7 @@ ALLOC_EXTEND = Exercise(
         "`alloc_extend([3, 5], [6], [9], [9], 4)` gives `([10, 11, 12], [5])`: the last token lies in slot 9 (page 2, offset 1), "
         "slots 10 and 11 finish page 2, slot 12 opens page 3."
     ),
-    signature="def alloc_extend(free, prefix_lens, seq_lens, last_loc, page_size)",
+    signature="def alloc_extend(free: list[int], prefix_lens: list[int], seq_lens: list[int], last_loc: list[int], page_size: int) -> tuple[list[int] | None, list[int]]",
     worked=Case(([3, 5], [6], [9], [9], 4), "the worked case"),
     grid=_extend_grid,
     random=_extend_random,
@@ -207,7 +207,7 @@ ALLOC_DECODE = Exercise(
         "Page size 4, `free = [3]`, `seq_lens = [5, 7]`, `last_loc = [7, 9]`: the first request's fifth token opens page 3 "
         "(slot 12), the second goes on in slot 10: `([12, 10], [])`."
     ),
-    signature="def alloc_decode(free, seq_lens, last_loc, page_size)",
+    signature="def alloc_decode(free: list[int], seq_lens: list[int], last_loc: list[int], page_size: int) -> tuple[list[int] | None, list[int]]",
     worked=Case(([3], [4, 6], [7, 9], 4, 1), "the worked case"),
     grid=_decode_grid,
     random=_decode_random,
@@ -248,7 +248,7 @@ SLOTS_OF = Exercise(
         "A request's page table row is the list of its pages, in order. Return the slots of its first `length` tokens. "
         "With pages `[5, 2]` of 4 slots and 6 tokens: `[20, 21, 22, 23, 8, 9]`. Logical neighbours may lie far apart."
     ),
-    signature="def slots_of(pages, length, page_size)",
+    signature="def slots_of(pages: list[int], length: int, page_size: int) -> list[int]",
     worked=Case(([5, 2], 6, 4), "the worked case"),
     grid=_slots_grid,
     random=lambda rng: Case(
@@ -289,7 +289,7 @@ POSITION_OF = Exercise(
         "The other way round: which position of the request does `slot` hold? None when the slot is not one of its first "
         "`length` tokens. With pages `[5, 2]` of 4 slots and 6 tokens, slot 9 is position 5, and slot 10 is None."
     ),
-    signature="def position_of(pages, length, slot, page_size)",
+    signature="def position_of(pages: list[int], length: int, slot: int, page_size: int) -> int | None",
     worked=Case(([5, 2], 6, 9, 4), "the worked case"),
     grid=_position_grid,
     random=lambda rng: Case(
@@ -349,7 +349,7 @@ CHOOSE_PAGE_SIZE = Exercise(
         "on a tie. For lengths `[5, 3]`, sizes `[1, 4]`, 10 bytes a token and 8 an entry: size 1 costs 8 entries = 64, "
         "size 4 costs 4 empty slots + 3 entries = 64, so the answer is 1."
     ),
-    signature="def choose_page_size(lengths, sizes, token_bytes, entry_bytes)",
+    signature="def choose_page_size(lengths: list[int], sizes: list[int], token_bytes: int, entry_bytes: int) -> int",
     worked=Case(([5, 3], [1, 4], 10, 8), "the worked case"),
     grid=_choose_grid,
     random=_choose_random,

@@ -108,7 +108,7 @@ MATCH_PREFIX = Exercise(
         "It may end inside a node. Change nothing.\n\n"
         "In a tree with one node, key `[1, 2, 3]` in slots `[10, 11, 12]`, the prompt `[1, 2, 9]` gives `[10, 11]`."
     ),
-    signature="def match_prefix(root, tokens)",
+    signature="def match_prefix(root: dict, tokens: list[int]) -> list[int]",
     worked=Case((tree_of([([1, 2, 3], [10, 11, 12])]), [1, 2, 9]), "the worked case"),
     grid=_match_grid,
     random=lambda rng: Case((tree_of(_sequences(rng, int(rng.integers(0, 7)))), rng.integers(1, 4, 7).tolist())),
@@ -199,7 +199,7 @@ INSERT_SPLIT = Exercise(
         "Into one node `[1, 2, 3]` / `[10, 11, 12]`, inserting `[1, 2, 9]` with slots `[20, 21, 22]` returns 2 and leaves "
         "`[1, 2]` / `[10, 11]` with two children, `[3]` / `[12]` and `[9]` / `[22]`."
     ),
-    signature="def insert(root, tokens, slots)",
+    signature="def insert(root: dict, tokens: list[int], slots: list[int]) -> int",
     worked=Case((tree_of([([1, 2, 3], [10, 11, 12])]), [1, 2, 9], [20, 21, 22]), "the worked case"),
     grid=_insert_grid,
     random=_insert_random,
@@ -254,7 +254,7 @@ WHY_ZERO = Exercise(
         "`'too early'`; the namespace is looked at first.\n\n"
         "With pages of 4, a prompt of 10 gives `(8, 'hit')`, and one of 4 gives `(0, 'too short')`."
     ),
-    signature="def second_hit(length, page_size, same_namespace, cached_before)",
+    signature="def second_hit(length: int, page_size: int, same_namespace: bool, cached_before: bool) -> tuple[int, str]",
     worked=Case((10, 4, True, True), "the worked case"),
     grid=_why_grid,
     random=lambda rng: Case(

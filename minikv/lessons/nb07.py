@@ -50,7 +50,7 @@ PAGE_FLOOR = Exercise(
         "A node's key holds whole pages. How many tokens of `tokens` match it? Only whole pages count: a page that agrees in "
         "part cannot be shared. With key `[1, 2, 3, 4, 5, 6, 7, 8]` and pages of 4, `[1, 2, 3, 4, 5, 6, 9]` matches 4."
     ),
-    signature="def matched_tokens(key, tokens, page_size)",
+    signature="def matched_tokens(key: list[int], tokens: list[int], page_size: int) -> int",
     worked=Case(([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 9], 4), "the worked case"),
     grid=_floor_grid,
     random=_floor_random,
@@ -100,7 +100,7 @@ PLAN_PREFILL = Exercise(
         "up all tokens but the last. Given the cached sequences (whole pages each), return `(cached tokens used, tokens to run)`. "
         "With pages of 4 and `[1, 2, 3, 4, 5, 6, 7, 8]` cached, the same prompt again gives `(4, 4)`, not `(8, 0)`."
     ),
-    signature="def plan_prefill(tokens, cached, page_size)",
+    signature="def plan_prefill(tokens: list[int], cached: list[list[int]], page_size: int) -> tuple[int, int]",
     worked=Case(([1, 2, 3, 4, 5, 6, 7, 8], [[1, 2, 3, 4, 5, 6, 7, 8]], 4), "the worked case"),
     grid=_plan_grid,
     random=_plan_random,
@@ -182,7 +182,7 @@ EVICT = Exercise(
         "With `a` (used at 1) the parent of `b` (used at 5), both of 4 tokens, evicting 4 tokens removes `['b']`: "
         "`a` is older, but its child still needs it."
     ),
-    signature="def evict(nodes, num_tokens)",
+    signature="def evict(nodes: list[dict], num_tokens: int) -> list[str]",
     worked=Case(([_node("a", None, 4, 0, 1), _node("b", "a", 4, 0, 5)], 4), "the worked case"),
     grid=_evict_grid,
     random=_evict_random,
@@ -251,7 +251,7 @@ DUPLICATE = Exercise(
         "`row = [8, 9, 10, 11, 12]`, `tree = [4, 5, 6, 7]`, `protected = 0` gives `([8, 9, 10, 11], [4, 5, 6, 7, 12])`. With pages of "
         "2, `row = [4, 5, 8, 9, 12, 13, 14]`, `tree = [4, 5, 6, 7, 12, 13]`, `protected = 2` gives `([8, 9], [4, 5, 6, 7, 12, 13, 14])`."
     ),
-    signature="def adopt(row, tree, protected)",
+    signature="def adopt(row: list[int], tree: list[int], protected: int) -> tuple[list[int], list[int]]",
     worked=Case(([8, 9, 10, 11, 12], [4, 5, 6, 7], 0), "the worked case"),
     grid=_duplicate_grid,
     random=_duplicate_random,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import itertools
 import re
@@ -137,3 +138,10 @@ def test_exercises_are_the_lessons_own(book, path) -> None:
     for task in exercises(path.name[:2]):
         assert task.id in source, f"{task.id} is not in the notebook"
         assert task.title in source
+        assert task.statement in source, f"{task.id}: the statement differs"
+        assert task.signature in source, f"{task.id}: the signature differs"
+        [stub] = [cell.source for cell in book.cells if cell.id == f"stub-{task.id}"]
+        [function] = [node for node in ast.parse(stub).body if isinstance(node, ast.FunctionDef)]
+        [wanted] = ast.parse(f"{task.signature}: ...").body
+        assert ast.dump(function.args) == ast.dump(wanted.args), f"{task.id}: the stub's parameters differ"
+        assert ast.dump(function.returns or ast.Pass()) == ast.dump(wanted.returns or ast.Pass())
