@@ -197,15 +197,18 @@ class AttentionBackend:
         self._store(layer, q, k, v)
         return self.decode_stored(layer, q, options)
 
-    def decode_stored(self, layer: int, q: Tensor, options: LayerAttention) -> Tensor:
-        """:meth:`decode` where the new keys and values lie in the pool, at ``out_slots``, already."""
+    def decode_stored(self, layer: int, q: Tensor, options: LayerAttention, early: bool = False) -> Tensor:
+        """:meth:`decode` where the new keys and values lie in the pool, at ``out_slots``, already.
+
+        `early` as in ``decode_attention``: something other than laying out the batch's lists was launched last.
+        """
         opts, k_cache, v_cache = self._checked(layer, q, options)
         if self.backend == "triton":
             from minikv.attention.decode import decode_attention
 
             plan = self._plan(options.sliding_window, k_cache, v_cache)
             return decode_attention(
-                q, k_cache, v_cache, *self._lists, plan=plan, backend="triton", **self._settings(options)
+                q, k_cache, v_cache, *self._lists, plan=plan, backend="triton", early=early, **self._settings(options)
             )  # type: ignore[return-value]
         parts = self._padded(opts, q, k_cache, v_cache, None, None, False)
         return torch_path.run(parts, q, k_cache, v_cache, opts)  # type: ignore[return-value]

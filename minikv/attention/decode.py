@@ -46,6 +46,7 @@ def decode_attention(
     plan: AttentionPlan | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
+    early: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of each request's newest token over all its listed keys, the newest (its own) included.
 
@@ -81,6 +82,9 @@ def decode_attention(
         Where to write the result.
     backend
         "triton", "torch", or "auto": Triton on CUDA.
+    early
+        A promise that the lists and the plan are older than the kernel before this one, so that they can be read while
+        it runs (sm90 and newer). It pays for a single request.
 
     Returns
     -------
@@ -130,7 +134,7 @@ def decode_attention(
 
         return torch_path.decode(q, k_cache, v_cache, kv_indptr, kv_indices, opts, return_lse=return_lse, out=out)
     refuse_interpreted_bf16(q=q, k_cache=k_cache)
-    return launch(q, k_cache, v_cache, kv_indptr, kv_indices, opts, num_kv_splits, plan, return_lse, out)
+    return launch(q, k_cache, v_cache, kv_indptr, kv_indices, opts, num_kv_splits, plan, return_lse, out, early=early)
 
 
 def launch(
@@ -146,6 +150,7 @@ def launch(
     out: Tensor | None = None,
     tiles: DecodeTiles | None = None,
     dependent: bool | None = None,
+    early: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the Triton kernels; `tiles` and `dependent`, for tests and tuning, replace what is chosen here."""
     batch, q_heads, d = q.shape
@@ -197,6 +202,7 @@ def launch(
         CAP=opts.logit_cap > 0,
         RULE=RULES[opts.xai_temperature_rule] if opts.xai_temperature_len > 0 else 0,
         DEPENDENT=dependent,
+        EARLY=dependent and early,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **pdl,
@@ -209,6 +215,7 @@ def launch(
             BLOCK_S=16,
             BLOCK_DV=max(16, power_of_two(d_v)),
             DEPENDENT=dependent,
+            EARLY=dependent and early,
             num_warps=4,
             **pdl,
         )
@@ -257,6 +264,7 @@ def decode_kernel(
     CAP: tl.constexpr,
     RULE: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: one part of one request's keys, for (a block of) the query heads that share one KV head.
 
@@ -276,7 +284,9 @@ def decode_kernel(
     them, can be issued early. The grid runs over KV heads fastest: programs that read neighbouring bytes of the same
     slots run together.
     """
-    if DEPENDENT:
+    if EARLY:  # all that follows may come up meanwhile, and so may what this program reads up to its own wait
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
+    elif DEPENDENT:
         tl.extra.cuda.gdc_wait()  # type: ignore
     item = tl.program_id(1)
     if items is None:
@@ -300,6 +310,8 @@ def decode_kernel(
     else:
         idle = request < 0
     if idle:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()  # type: ignore
         return
     high = tl.minimum(high, length)
     position = length - 1
@@ -314,6 +326,17 @@ def decode_kernel(
     heads = kv_head * group + member
     live_heads = member < group
     columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
+    kc = k_cache + kv_head.to(tl.int64) * stride_kch
+    vc = v_cache + kv_head.to(tl.int64) * stride_vch
+    # Lanes before and after the visible keys read the nearest visible one again: a mask on every load would cost more,
+    # and an unseen slot may hold NaN, which a weight of 0 does not remove.
+    slots = kv_indices + kv_start
+    kv_pos = low + tl.arange(0, BLOCK_N)
+    slot = tl.load(
+        slots + tl.minimum(tl.maximum(kv_pos, seen_from), high - 1), mask=kv_pos < kv_pos + high - low, other=0
+    )
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # type: ignore
     q_rows = request.to(tl.int64) * stride_qb + heads * stride_qh
     q_tile = load_rows(q, q_rows, columns, live_heads, D, BLOCK_D)
     if BLOCK_TAIL > 0:
@@ -326,15 +349,6 @@ def decode_kernel(
     m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
-    kc = k_cache + kv_head.to(tl.int64) * stride_kch
-    vc = v_cache + kv_head.to(tl.int64) * stride_vch
-    # Lanes before and after the visible keys read the nearest visible one again: a mask on every load would cost more,
-    # and an unseen slot may hold NaN, which a weight of 0 does not remove.
-    slots = kv_indices + kv_start
-    kv_pos = low + tl.arange(0, BLOCK_N)
-    slot = tl.load(
-        slots + tl.minimum(tl.maximum(kv_pos, seen_from), high - 1), mask=kv_pos < kv_pos + high - low, other=0
-    )
     for tile_start in range(low, high, BLOCK_N):
         kv_pos = tile_start + tl.arange(0, BLOCK_N)  # worked out again in each tile: carried, it would cost registers
         next_slot = tl.load(slots + tl.minimum(kv_pos + BLOCK_N, high - 1))

@@ -29,12 +29,15 @@ def merge_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: the parts of one request and head, `BLOCK_S` at a time and in order, and the sink once.
 
     ``o = sum_s 2^w_s o_s / (sum_s 2^w_s + 2^sink)``, w_s the parts' log-sum-exp in powers of two. Parts without keys
     are not listed, or have ``w_s = -inf`` and ``o_s = 0``.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()  # type: ignore
     head = tl.program_id(0)

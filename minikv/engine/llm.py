@@ -35,6 +35,7 @@ from minikv.engine.stats import Stats
 from minikv.engine.text import TextStream
 from minikv.errors import ArgumentError
 from minikv.memory import PagedAllocator, RequestTable
+from minikv.models.fused import fused_for
 from minikv.prefix import RadixCache
 
 
@@ -128,6 +129,7 @@ class LLM:
             self.pool, self.table, page_size=page_size, q_heads=config.q_heads,
             backend=attention, deterministic=deterministic, max_requests=max_requests,
         )  # fmt: skip
+        self._fused = fused_for(self.decoder, self.attention)
         self.scheduler = Scheduler(
             self.cache, self.allocator, self.table,
             max_requests=max_requests, chunk_tokens=chunk_tokens, policy=policy, mixed=mixed,
@@ -286,7 +288,8 @@ class LLM:
     def _decode_step(self, batch: Batch) -> torch.Tensor:
         """What a decode step computes when no graph is replayed."""
         self.attention.begin_decode(batch.rows, batch.seq_lens, batch.out_slots)
-        return self.decoder(batch.token_ids.to(self.device), batch.positions.to(self.device), self.attention)
+        model = self._fused or self.decoder
+        return model(batch.token_ids.to(self.device), batch.positions.to(self.device), self.attention)
 
     # ---- requests in, text out
 

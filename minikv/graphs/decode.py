@@ -22,7 +22,7 @@ from minikv.graphs.compiled import CompiledRunner
 from minikv.graphs.cuda import CudaGraphRunner
 from minikv.graphs.runner import GraphRunner
 from minikv.graphs.sampling import DRAWS, KNOBS, MASKED, TOP, VARIANTS, sample
-from minikv.models.fused import FusedDecoder
+from minikv.models.fused import fused_for
 
 
 def decode_runner(
@@ -57,10 +57,7 @@ def decode_runner(
     make = CudaGraphRunner if on_cuda else CompiledRunner
     buffers = decode_buffers(max_requests, attention.device, decoder.config.vocab_size)
     options = {"variants": VARIANTS, "later": VARIANTS[2:], "prepare": step.prepare, "watch": step.watched}
-    runner = make(step, buffers, sizes, progress=progress, **options)
-    if not runner.captured:  # what runs eagerly is faster by PyTorch's launches
-        step.model = decoder
-    return runner
+    return make(step, buffers, sizes, progress=progress, **options)
 
 
 def decode_buffers(rows: int, device: torch.device, vocab_size: int | None = None) -> dict[str, Buffer]:
@@ -91,9 +88,7 @@ class CapturedDecode:
     """A decode step for CUDA graphs, by Triton attention."""
 
     def __init__(self, decoder: Any, attention: AttentionBackend) -> None:
-        self.decoder, self.attention, self.model = decoder, attention, decoder
-        if FusedDecoder.fits(decoder, attention):
-            self.model = FusedDecoder(decoder, attention.table.table.shape[1])
+        self.decoder, self.attention, self.model = decoder, attention, fused_for(decoder, attention) or decoder
 
     def prepare(self, host: dict[str, Tensor], size: int) -> None:
         """What the host works out before each replay: where slot lists begin, and the attention plan."""

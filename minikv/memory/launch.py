@@ -26,14 +26,24 @@ class Binary:
         Arguments of a first call: their types (and, unless the kernel says ``do_not_specialize``, their divisibility
         by 16) are compiled in. On CUDA later calls may pass pointers as plain integers.
     constexprs
-        The constexpr parameters, in the kernel's order; `num_warps` is an option of the compiler.
+        The constexpr parameters, in the kernel's order.
+    num_warps, num_stages, launch_pdl
+        Options of the compiler; the last lets the kernel start before the one before it has ended (sm90 and newer).
 
     Notes
     -----
     In Triton's interpreter nothing is compiled and the tensors themselves are passed.
     """
 
-    def __init__(self, kernel: Any, args: tuple[Any, ...], num_warps: int = 4, **constexprs: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        args: tuple[Any, ...],
+        num_warps: int = 4,
+        num_stages: int = 3,
+        launch_pdl: bool = False,
+        **constexprs: Any,
+    ) -> None:
         self._kernel, self._constexprs = kernel, constexprs
         if INTERPRETED:
             return
@@ -43,7 +53,8 @@ class Binary:
         active: Any = driver.active
         self._current_device, self._stream = active.get_current_device, active.get_current_stream
         with torch.cuda.device(self._device):
-            compiled = kernel.warmup(*args, grid=(1,), num_warps=num_warps, **constexprs)
+            options = {"num_warps": num_warps, "num_stages": num_stages, **({"launch_pdl": True} if launch_pdl else {})}
+            compiled = kernel.warmup(*args, grid=(1,), **options, **constexprs)
             self._run, self._function, self._metadata = compiled.run, compiled.function, compiled.packed_metadata
         self._tail = tuple(constexprs.values())
 

@@ -1,8 +1,8 @@
 """A decode step in few kernels: the same decoder, its layers as seven launches for few rows, ten for many.
 
 Between two reads of weights nothing is launched that could be part of the one before or after it. The results are the
-plain decoder's: each fused kernel rounds where its parts would. Eager steps are better off without, since a Triton
-launch costs the host more than PyTorch's; a captured graph pays it once.
+plain decoder's but for the order of additions: each fused kernel rounds where its parts would. Eager and captured steps
+run the same kernels, and up to ``MOST_ROWS`` rows a row's numbers do not depend on the others.
 
 ======================  ==============================  ================================
 for each layer          up to ``MOST_ROWS`` rows        more rows
@@ -32,6 +32,14 @@ from minikv.models.fused_rows import add_norm, silu_mul
 from minikv.models.layers import MLP, SelfAttention
 
 
+def fused_for(decoder: Decoder, attention: AttentionBackend) -> FusedDecoder | None:
+    """The fused form for decode steps, where there are kernels for it: Triton on sm80 or newer, no latent attention."""
+    device = attention.device
+    on_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    fits = on_gpu and attention.backend == "triton" and decoder.config.mla is None
+    return FusedDecoder(decoder, attention.table.table.shape[1]) if fits else None
+
+
 class FusedDecoder:
     """Calls like :class:`Decoder`, for batches that ``begin_decode`` or ``begin_decode_static`` began.
 
@@ -49,13 +57,6 @@ class FusedDecoder:
         with torch.inference_mode(False):
             angles = decoder.rotary(torch.arange(longest, device=weight.device), weight.dtype)
         self.cos, self.sin = (part.view(longest, -1).contiguous() for part in angles)
-
-    @staticmethod
-    def fits(decoder: Decoder, attention: AttentionBackend) -> bool:
-        """Whether the kernels are made for this model and machine: no latent attention, Triton on sm80 or newer."""
-        device = attention.device
-        on_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-        return on_gpu and attention.backend == "triton" and decoder.config.mla is None
 
     def __call__(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """Logits [rows, vocab] of one new token per row, as ``Decoder.forward`` gives them."""
@@ -92,8 +93,10 @@ class FusedDecoder:
         if attn.q_norm is not None and attn.k_norm is not None:
             norms = {"q_norm": attn.q_norm.weight, "k_norm": attn.k_norm.weight, "eps": attn.q_norm.eps}
         pool, i = attention.pool, attn.layer
-        q = rotate_and_store(qkv, self.cos, self.sin, positions, attention.out_slots, pool.k(i), pool.v(i), **norms)
-        return attention.decode_stored(i, q, attn.options).view(qkv.shape[0], -1)
+        few = qkv.shape[0] <= MOST_ROWS
+        slots, layer = attention.out_slots, (pool.k(i), pool.v(i))
+        q = rotate_and_store(qkv, self.cos, self.sin, positions, slots, *layer, **norms, dependent=few)
+        return attention.decode_stored(i, q, attn.options, early=qkv.shape[0] == 1).view(qkv.shape[0], -1)
 
 
 def _parts(layer: Any) -> tuple[SelfAttention, MLP, Any, Any]:

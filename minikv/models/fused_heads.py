@@ -12,7 +12,7 @@ from torch import Tensor
 from minikv._triton import tl, triton
 from minikv.device import refuse_interpreted_bf16
 from minikv.memory.pool_kernels import FP8, _converted, row_offset, store_torch
-from minikv.models.fused_linear import can_depend
+from minikv.models.fused_linear import launch
 
 HEADS = 4  # that one program takes
 
@@ -29,7 +29,7 @@ def rotate_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
-    dependent: bool | None = None,
+    dependent: bool = True,
 ) -> Tensor:
     """Rotated queries; keys (rotated) and values go to the pool. Rounds where :func:`rotate_and_store_torch` does.
 
@@ -46,6 +46,8 @@ def rotate_and_store(
         One layer of a pool, [slots, kv_heads, d], contiguous; any dtype that pools have.
     q_norm, k_norm, eps
         Weights [d] of an RMSNorm of each head; None for none.
+    dependent
+        Whether it may start before the kernel before it has ended, where the chip can.
 
     Returns
     -------
@@ -57,18 +59,18 @@ def rotate_and_store(
     tokens, heads = qkv.shape[0], qkv.shape[1] // d
     q_heads = heads - 2 * kv_heads
     q = torch.empty((tokens, q_heads, d), dtype=qkv.dtype, device=qkv.device)
-    dependent = can_depend(qkv.device) if dependent is None else dependent
-    rotate_kernel[(tokens, triton.cdiv(heads, HEADS))](
-        *(qkv, q, k_cache, v_cache, cos, sin, q_norm, k_norm, positions, slots, k_cache.shape[0], eps),
+    launch(
+        rotate_kernel,
+        (tokens, triton.cdiv(heads, HEADS)),
+        (qkv, q, k_cache, v_cache, cos, sin, q_norm, k_norm, positions, slots, k_cache.shape[0], eps),
+        num_warps=1,
+        dependent=dependent,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         D=d,
         HEADS=HEADS,
         BLOCK=triton.next_power_of_2(d // 2),
         SATURATE=k_cache.dtype == FP8,
-        DEPENDENT=dependent,
-        num_warps=1,
-        **({"launch_pdl": True} if dependent else {}),
     )
     return q
 

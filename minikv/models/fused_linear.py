@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv._triton import tl, triton
+from minikv._triton import INTERPRETED, tl, triton
+from minikv.attention.tiles import capability_of
 from minikv.device import refuse_interpreted_bf16
+from minikv.memory.launch import Binary, pointer
 
 MOST_ROWS = 16
 """Rows up to which these kernels are used; cuBLAS reads larger batches as fast."""
@@ -43,7 +45,6 @@ def project(
     gated: bool = False,
     residual: Tensor | None = None,
     tiles: LinearTiles | None = None,
-    dependent: bool | None = None,
 ) -> Tensor:
     """``residual + act(rms_norm(x) @ weight.T + bias)`` in one kernel, for at most ``MOST_ROWS`` rows.
 
@@ -61,7 +62,7 @@ def project(
         The first half of the n outputs goes through silu and multiplies the second: n / 2 columns are left.
     residual
         [rows, columns], added to the result.
-    tiles, dependent
+    tiles
         For tests and tuning, in place of what is chosen here.
 
     Returns
@@ -73,24 +74,20 @@ def project(
     rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    tiles = tiles_of(rows, n, k, gated, x.dtype.itemsize) if tiles is None else tiles
-    dependent = can_depend(x.device) if dependent is None else dependent
-    one = rows == 1
-    kernel = one_row_kernel if one else few_rows_kernel
-    extra: dict[str, Any] = {} if one else {"BLOCK_M": max(16, triton.next_power_of_2(rows))}
-    kernel[(triton.cdiv(n, tiles.block_n),)](
-        *(x, weight, bias, norm, residual, out, rows, n, eps, x.stride(0)),
+    tiles = tiles_of(rows, n, k, gated) if tiles is None else tiles
+    launch(
+        one_row_kernel if rows == 1 else few_rows_kernel,
+        (triton.cdiv(n, tiles.block_n), 1),
+        (x, weight, bias, norm, residual, out, rows, n, eps),
+        tiles.num_warps,
+        tiles.num_stages,
         K=k,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         ROW=triton.next_power_of_2(k),
         GATED=gated,
         WARPS=tiles.num_warps,
-        DEPENDENT=dependent,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **extra,
-        **({"launch_pdl": True} if dependent else {}),
+        **({} if rows == 1 else {"BLOCK_M": max(16, triton.next_power_of_2(rows))}),
     )
     return out
 
@@ -113,19 +110,41 @@ def project_torch(
     return y if residual is None else residual + y
 
 
-def can_depend(device: torch.device) -> bool:
-    """Whether kernels there may start before the one before them has ended (sm90 and newer)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    args: tuple[Any, ...],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    dependent: bool = True,
+    **constexprs: Any,
+) -> None:
+    """Run a kernel of these rooms, `dependent` where the chip can, with the host time of a :class:`Binary`."""
+    device = args[0].device
+    dependent = dependent and device.type == "cuda" and capability_of(device) >= (9, 0)
+    constexprs["DEPENDENT"] = dependent
+    given = tuple(pointer(a) if isinstance(a, Tensor) else a for a in args)
+    kinds = tuple((a.dtype, INTERPRETED or p % 16 == 0) for a, p in zip(args, given, strict=True) if type(a) is Tensor)
+    key = (id(kernel), device, num_warps, num_stages, kinds, *(a is None for a in args), *constexprs.values())
+    binary = _binaries.get(key)
+    if binary is None:
+        binary = _binaries[key] = Binary(kernel, args, num_warps, num_stages, dependent, **constexprs)
+    binary(*grid, *given)
 
 
-def tiles_of(rows: int, n: int, k: int, gated: bool, item_bytes: int) -> LinearTiles:
+_binaries: dict[tuple[Any, ...], Binary] = {}
+
+
+def tiles_of(rows: int, n: int, k: int, gated: bool) -> LinearTiles:
     """Block sizes for a product of so many rows with n outputs (pairs when `gated`) of k inputs."""
     if rows > 1:
-        wide = n >= 16384
-        return LinearTiles(64 if wide else 16, 256 // item_bytes, 4 if wide else 2, 5)
-    if n >= 16384:
-        return LinearTiles(16, 512, 4)
-    return LinearTiles(4 if gated or n < 2048 else 8, min(1024, max(32, triton.next_power_of_2(k))), 4)
+        return LinearTiles(64, 128, 4, 4) if n >= 16384 else LinearTiles(16, 128, 2, 5)
+    whole = min(1024, max(32, triton.next_power_of_2(k)))
+    if gated:
+        return LinearTiles(4, min(512, whole), 2)
+    if n < 2048:
+        return LinearTiles(2, whole, 4)
+    return LinearTiles(8, whole, 4) if n >= 16384 else LinearTiles(4, whole, 2)
 
 
 @triton.jit
@@ -180,7 +199,7 @@ def part_of_row(x, norm, scale, i, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "n"])
 def one_row_kernel(
-    x, weight, bias, norm, residual, out, rows, n, eps, stride_x,
+    x, weight, bias, norm, residual, out, rows, n, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROW: tl.constexpr, GATED: tl.constexpr,
     WARPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -240,9 +259,9 @@ def one_row_kernel(
 
 @triton.jit(do_not_specialize=["rows", "n"])
 def few_rows_kernel(
-    x, weight, bias, norm, residual, out, rows, n, eps, stride_x,
+    x, weight, bias, norm, residual, out, rows, n, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROW: tl.constexpr, GATED: tl.constexpr,
-    WARPS: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK_M: tl.constexpr,
+    WARPS: tl.constexpr, BLOCK_M: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The same for up to `BLOCK_M` rows by ``tl.dot``; a row's result does not depend on how many others there are."""
     if DEPENDENT:
@@ -260,15 +279,19 @@ def few_rows_kernel(
     live = column < n
     EVEN: tl.constexpr = K % BLOCK_K == 0
     kind = x.dtype.element_ty
-    x_at = x + row[:, None] * stride_x + i[None, :]
+    x_at = x + row[:, None] * K + i[None, :]
     at = weight + tl.minimum(column, n - 1).to(tl.int64)[:, None] * K + i[None, :]
     up_at = at + n.to(tl.int64) * K
     if norm is not None:
-        squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-        for k in range(0, K, BLOCK_K):
-            v = tl.load(x_at + k, mask=(row[:, None] < rows) & (k + i[None, :] < K), other=0.0).to(tl.float32)
-            squares += v * v
-        scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 1) / K + eps)
+        # The rows whole, or in as few pieces as registers allow: each piece costs a trip to the L2 cache.
+        PART: tl.constexpr = ROW if ROW * BLOCK_M <= 16384 else 16384 // BLOCK_M
+        squares = tl.zeros([BLOCK_M], tl.float32)
+        for k in range(0, K, PART):
+            j = k + tl.arange(0, PART)
+            mask = (row[:, None] < rows) & (j[None, :] < K)
+            v = tl.load(x + row[:, None] * K + j[None, :], mask=mask, other=0.0).to(tl.float32)
+            squares += tl.sum(v * v, 1)
+        scale = 1.0 / tl.sqrt_rn(squares / K + eps)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minikv._triton import tl, triton
 from minikv.device import refuse_interpreted_bf16
-from minikv.models.fused_linear import can_depend
+from minikv.models.fused_linear import launch
 
 
 def add_norm(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -29,15 +29,9 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple
     refuse_interpreted_bf16(x=x)
     rows, k = x.shape
     normed, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
-    dependent, block = can_depend(x.device), triton.next_power_of_2(k)
-    add_norm_kernel[(rows,)](
-        *(x, delta, norm, normed, total, eps),
-        K=k,
-        BLOCK=block,
-        DEPENDENT=dependent,
-        num_warps=max(1, min(8, block // 512)),
-        **({"launch_pdl": True} if dependent else {}),
-    )
+    block = triton.next_power_of_2(k)
+    args = (x, delta, norm, normed, total, eps)
+    launch(add_norm_kernel, (rows, 1), args, max(1, min(8, block // 512)), dependent=False, K=k, BLOCK=block)
     return normed, total
 
 
@@ -52,10 +46,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     refuse_interpreted_bf16(gate_up=gate_up)
     rows, k = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, k), dtype=gate_up.dtype, device=gate_up.device)
-    dependent, block = can_depend(out.device), min(1024, triton.next_power_of_2(k))
-    silu_mul_kernel[(rows, triton.cdiv(k, block))](
-        gate_up, out, k, BLOCK=block, DEPENDENT=dependent, **({"launch_pdl": True} if dependent else {})
-    )
+    block = min(1024, triton.next_power_of_2(k))
+    launch(silu_mul_kernel, (rows, triton.cdiv(k, block)), (gate_up, out), dependent=False, K=k, BLOCK=block)
     return out
 
 
@@ -86,14 +78,14 @@ def add_norm_kernel(x, delta, norm, normed, total, eps, K: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, k, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def silu_mul_kernel(gate_up, out, K: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Program (row, b): columns ``b * BLOCK ..`` of one row."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore
         tl.extra.cuda.gdc_wait()  # type: ignore
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * 2 * k + i, mask=i < k, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * k + k + i, mask=i < k, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + row * 2 * K + i, mask=i < K, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * K + K + i, mask=i < K, other=0.0).to(tl.float32)
     act = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * k + i, (act * up).to(out.dtype.element_ty), mask=i < k)
+    tl.store(out + row * K + i, (act * up).to(out.dtype.element_ty), mask=i < K)

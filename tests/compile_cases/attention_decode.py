@@ -37,7 +37,15 @@ def decode_case(
     constexprs: dict[str, Any] = {"D": d, "DV": d_v, "BLOCK_H": tiles.block_h, "BLOCK_N": tiles.block_n}
     constexprs |= {"BLOCK_D": block_d, "BLOCK_TAIL": block_tail, "BLOCK_DV": max(16, power_of_two(d_v))}
     constexprs |= {"STRIDE_K": 8 * d, "STRIDE_V": 8 * d_v}
-    constexprs |= {"V_IN_K": shared, "WINDOW": False, "CAP": False, "RULE": 0, "DEPENDENT": arch >= 90, **options}
+    constexprs |= {
+        "V_IN_K": shared,
+        "WINDOW": False,
+        "CAP": False,
+        "RULE": 0,
+        "DEPENDENT": arch >= 90,
+        "EARLY": False,
+        **options,
+    }
     constexprs |= {tensor: None for tensor in OPTIONAL if tensor not in tensors}
     signature = {"q": f"*{dtype}", "k_cache": f"*{pool}", "v_cache": f"*{pool}", "out": f"*{dtype}"}
     signature |= {"partial": "*fp32", "partial_lse": "*fp32", "kv_indptr": "*i32", "kv_indices": "*i32"}
@@ -61,7 +69,14 @@ def decode_case(
 def merge_case(name: str, d_v: int, arch: int, dtype: str = "bf16", planned: bool = True, sinks: bool = False) -> Case:
     signature = {"partial": "*fp32", "partial_lse": "*fp32", "out": f"*{dtype}", "lse": "*fp32", "kv_indptr": "*i32"}
     signature |= {"num_splits": "i32", "stride_ob": "i32", "stride_oh": "i32"}
-    constexprs = {"DV": d_v, "BLOCK_N": 64, "BLOCK_S": 16, "BLOCK_DV": power_of_two(d_v), "DEPENDENT": arch >= 90}
+    constexprs = {
+        "DV": d_v,
+        "BLOCK_N": 64,
+        "BLOCK_S": 16,
+        "BLOCK_DV": power_of_two(d_v),
+        "DEPENDENT": arch >= 90,
+        "EARLY": False,
+    }
     for tensor, used, kind in (("merges", planned, "*i32"), ("sinks", sinks, "*fp32")):
         signature |= {tensor: kind} if used else {}
         constexprs |= {} if used else {tensor: None}
@@ -77,6 +92,7 @@ def cases() -> list[Case]:
     return [
         decode_case("plain 128"),
         decode_case("crowded chip 128", tiles=crowded),
+        decode_case("early 128", EARLY=True),
         decode_case("window 128", WINDOW=True),
         decode_case("cap 128", CAP=True),
         decode_case("sinks and lse 128", tensors=("items", "sinks", "lse")),

@@ -9,7 +9,6 @@ from compile_check import Case
 from minikv.models.fused_linear import tiles_of
 
 POINTERS = ("bias", "norm", "residual")
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
 def linear(
@@ -23,16 +22,16 @@ def linear(
     dtype: str = "bf16",
     tiles: Any = None,
 ) -> Case:
-    tiles = tiles or tiles_of(rows, n, k, gated, BYTES[dtype])
+    tiles = tiles or tiles_of(rows, n, k, gated)
     kernel = "one_row_kernel" if rows == 1 else "few_rows_kernel"
     signature = dict.fromkeys(("x", "weight", "out", *parts), f"*{dtype}") | {"eps": "fp32"}
-    signature |= dict.fromkeys(("rows", "n", "stride_x"), "i32")
+    signature |= dict.fromkeys(("rows", "n"), "i32")
     constexprs = {p: None for p in POINTERS if p not in parts}
     constexprs |= {"K": k, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "ROW": 1 << (k - 1).bit_length()}
     constexprs |= {"GATED": gated, "WARPS": tiles.num_warps, "DEPENDENT": arch >= 90}
     if rows > 1:
         constexprs["BLOCK_M"] = 16
-    aligned = ("x", "weight", "out", "stride_x", *parts)
+    aligned = ("x", "weight", "out", *parts)
     return Case(
         name, f"minikv.models.fused_linear:{kernel}", signature, constexprs, aligned, (arch,), tiles.num_warps,
         tiles.num_stages,
@@ -58,8 +57,8 @@ def rotate(name: str, q_heads: int, kv_heads: int, d: int, norm: bool, arch: int
 
 def rows(name: str, kernel: str, k: int, *tensors: str, dtype: str = "bf16") -> Case:
     block, sum_up = 1 << (k - 1).bit_length(), kernel == "add_norm_kernel"
-    signature = dict.fromkeys(tensors, f"*{dtype}") | ({"eps": "fp32"} if sum_up else {"k": "i32"})
-    constexprs = {"K": k, "BLOCK": block} if sum_up else {"BLOCK": min(1024, block)}
+    signature = dict.fromkeys(tensors, f"*{dtype}") | ({"eps": "fp32"} if sum_up else {})
+    constexprs = {"K": k, "BLOCK": block if sum_up else min(1024, block)}
     constexprs |= {"DEPENDENT": True} | ({} if "delta" in tensors or not sum_up else {"delta": None})
     module = f"minikv.models.fused_rows:{kernel}"
     return Case(name, module, signature, constexprs, tensors, (90,), min(8, max(1, block // 512)) if sum_up else 4)

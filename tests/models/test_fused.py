@@ -13,7 +13,7 @@ from minikv.attention import AttentionBackend
 from minikv.memory import KVPool, RequestTable
 from minikv.memory.pool_kernels import FP8
 from minikv.models import ModelConfig, random_model
-from minikv.models.fused import FusedDecoder
+from minikv.models.fused import FusedDecoder, fused_for
 from minikv.models.fused_heads import rotate_and_store, rotate_and_store_torch
 from minikv.models.fused_linear import LinearTiles, project, project_torch
 from minikv.models.fused_rows import add_norm, add_norm_torch, silu_mul, silu_mul_torch
@@ -188,7 +188,7 @@ def test_the_cpu_and_latent_attention_keep_the_plain_decoder() -> None:
     config = decoder.config
     pool = KVPool(64, 4, config.num_layers, config.kv_heads, config.head_dim, torch.float32, "cpu")
     attention = AttentionBackend(pool, RequestTable(2, 32), page_size=4, q_heads=config.q_heads)
-    assert not FusedDecoder.fits(decoder, attention)
+    assert fused_for(decoder, attention) is None
 
 
 @pytest.mark.skipif(CUDA or not HAVE_TRITON, reason="compiled here by every other test, or Triton is not installed")
