@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -119,12 +120,17 @@ def test_engine_benches_run_on_the_cpu(monkeypatch, tmp_path, capsys) -> None:
         assert row["minikv / this"] == pytest.approx(ours["tok/s"] / row["tok/s"])
 
 
-def test_transformers_gets_the_same_weights() -> None:
+@pytest.mark.parametrize("name", ["tiny", "random:qwen3-small"])
+def test_transformers_gets_the_same_weights(name, monkeypatch) -> None:
     pytest.importorskip("transformers")
     from minikv import LLM, SamplingParams
     from minikv.measure.bench_throughput import transformers_model
+    from minikv.models import shapes
 
-    llm = LLM("tiny", device="cpu", kv_tokens=256)
+    small = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 96, "q_heads": 4, "kv_heads": 2, "head_dim": 32}
+    config = dataclasses.replace(shapes.SHAPES["qwen3-0.6b"], **small, vocab_size=512, sliding_window=())
+    monkeypatch.setitem(shapes.SHAPES, "qwen3-small", config)
+    llm = LLM(name, device="cpu", kv_tokens=256, max_context=64)
     model, prompt = transformers_model(llm.decoder), [7, 300, 41, 5]
     [out] = llm.generate(prompt, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
     ids = torch.tensor([prompt])
