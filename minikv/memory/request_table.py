@@ -12,8 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from minikv.device import pick_device
+from minikv._triton import tl, triton
+from minikv.device import pick_device, use_triton
 from minikv.errors import ArgumentError, StateError
+from minikv.memory.launch import Binary, Staging
+
+BLOCK = 256
 
 
 class RequestTable:
@@ -57,7 +61,8 @@ class RequestTable:
         self.max_requests, self.max_context, self.debug = max_requests, max_context, debug
         self.device = pick_device(device)
         self.table = torch.zeros(max_requests + 1, max_context, dtype=torch.int32, device=self.device)
-        self._flat = self.table.view(-1)
+        self._flat, self._staging = self.table.view(-1), Staging(self.table.device, 1 << 14)
+        self._triton, self._binaries = use_triton("auto", self.device), dict[torch.dtype, Binary]()
         self.clear()
 
     def available_size(self) -> int:
@@ -132,8 +137,23 @@ class RequestTable:
         index = row * self.max_context + start
         if total != row.size or not (new == 1).all():  # not a decode step
             index = np.repeat(index + new - np.cumsum(new), new) + np.arange(total)
-        self._flat.scatter_(0, self._to_device(index), slots.to(torch.int32))
+        if self._triton:
+            self._write(index, slots.to(self.table.device).contiguous())
+        else:
+            self._flat.scatter_(0, self._to_device(index), slots.to(torch.int32))
         np.maximum.at(self._ends, row, stop)
+
+    def _write(self, index: np.ndarray, slots: torch.Tensor) -> None:
+        """Entry ``index[i]`` becomes ``slots[i]``: one launch, which reads the host's numbers where they lie."""
+        if index.size == 0:
+            return
+        staged, address = self._staging.array(index.size)
+        staged[:] = index
+        binary = self._binaries.get(slots.dtype)
+        if binary is None:
+            types = (self.table, slots.long(), slots, index.size)
+            binary = self._binaries[slots.dtype] = Binary(write_kernel, types, BLOCK=BLOCK)
+        binary(-(-index.size // BLOCK), 1, self.table.data_ptr(), address, slots.data_ptr(), index.size)
 
     def _refuse(self, rows: list[int], starts: list[int], stops: list[int]) -> None:
         for r, a, b in zip(rows, starts, stops, strict=True):
@@ -195,3 +215,13 @@ class RequestTable:
         from minikv.viz import requests
 
         return requests.mimebundle(self)
+
+
+@triton.jit(
+    do_not_specialize=["index", "slots", "n"], do_not_specialize_on_alignment=["index", "slots", "n"]
+)  # fmt: skip
+def write_kernel(table, index, slots, n, BLOCK: tl.constexpr):
+    """Program i writes entries ``i * BLOCK ..``."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(index + i, mask=i < n, other=0)
+    tl.store(table + at, tl.load(slots + i, mask=i < n, other=0).to(tl.int32), mask=i < n)
