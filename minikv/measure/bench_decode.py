@@ -22,7 +22,7 @@ from minikv.measure.limits import copy_bandwidth
 from minikv.measure.table import table
 
 CONTEXT, NEW = 512, 128
-PATIENCE = 75.0  # seconds after which torch.compile is not begun any more: it takes a minute
+PATIENCE = 40.0  # seconds after which torch.compile is not begun any more: it takes a minute
 
 
 def run(
@@ -55,11 +55,11 @@ def run(
         print(table(rows))
         return {"rows": rows}
     batches = (1, 32) if quick else (1, 8, 32, 128, 256)
-    rows, captures = _shape("random:qwen3-0.6b", batches, 33 if quick else NEW, True)
+    rows, captures = _shape("random:qwen3-0.6b", batches, 33 if quick else NEW, ways=True)
     if not quick:
-        rows += _shape("random:llama-3-8b", (1,), 65, False)[0]
+        rows += _shape("random:llama-3-8b", (1,), 65)[0]
         try:
-            rows += _shape("smollm2-135m", (1, 32), NEW, False)[0]
+            rows += _shape("smollm2-135m", (1, 32), NEW)[0]
         except StateError as e:
             print(f"SmolLM2 left out: {e}")
     print(table(rows))
@@ -67,7 +67,7 @@ def run(
     return {"rows": rows, "captures": captures}
 
 
-def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool) -> tuple[list[dict], list[dict]]:
+def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool = False) -> tuple[list[dict], list[dict]]:
     """Rows of one model on CUDA, and with `ways` the eager and compiled ones, too, and how graphs are captured."""
     most = max(batches)
     options: dict[str, Any] = {
@@ -84,12 +84,12 @@ def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool) -> tuple[
     print(f"{model}: built and captured {llm.runner.stats['captures']} graphs in {perf_counter() - started:.1f} s")
     rows, captures = [], []
     for batch in batches:
-        rows.append(_row(model, llm, batch, "graph", new) | _inside(llm, batch))
-        print({key: value for key, value in rows[-1].items() if value is not None}, flush=True)
+        rows.append(_row(model, llm, batch, "graph", new if batch < 128 else new // 2) | _inside(llm, batch))
+        print(table(rows[-1:]), flush=True)
     if ways:
         captures = [_captured(llm, order) for order in ("largest first", "smallest first")]
         eager = LLM(model, graphs=False, **options)
-        rows += [_row(model, eager, batch, "eager", min(new, 17)) for batch in batches]
+        rows += [_row(model, eager, batch, "eager", 9) for batch in batches[::2]]
         if perf_counter() - started < PATIENCE:
             rows.append(_compiled(model, eager, 1, new))
         del eager
@@ -163,7 +163,7 @@ def _inside(llm: LLM, batch: int) -> dict[str, Any]:
     requests = [llm._request(prompt, params) for prompt in _prompts(llm, batch)]
     for request in requests:
         llm.scheduler.add(request)
-    while len(llm.scheduler.running) < batch:
+    while len(llm.scheduler.running) < batch and llm.has_work:
         llm.step()
     for _ in range(3):
         llm.step()

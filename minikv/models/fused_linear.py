@@ -75,6 +75,7 @@ def project(
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     tiles = tiles_of(rows, n, k, gated) if tiles is None else tiles
+    block_m: dict[str, Any] = {} if rows == 1 else {"BLOCK_M": max(16, triton.next_power_of_2(rows))}
     launch(
         one_row_kernel if rows == 1 else few_rows_kernel,
         (triton.cdiv(n, tiles.block_n), 1),
@@ -87,7 +88,7 @@ def project(
         ROW=triton.next_power_of_2(k),
         GATED=gated,
         WARPS=tiles.num_warps,
-        **({} if rows == 1 else {"BLOCK_M": max(16, triton.next_power_of_2(rows))}),
+        **block_m,
     )
     return out
 
