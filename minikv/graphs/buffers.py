@@ -92,7 +92,7 @@ class Buffer:
     stage: Stage | None = None
     offset: int = 0
     variants: tuple[str, ...] = ()
-    _used: int = field(default=0, repr=False)  # entries that hold something other than padding
+    _used: dict[int, int] = field(default_factory=dict, repr=False)  # block -> entries that hold more than padding
     _views: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)  # (block, rows; -1: all) -> part
 
     def __post_init__(self) -> None:
@@ -140,10 +140,12 @@ class Buffer:
         if value is not None:
             target[:used].copy_(value, non_blocking=True)  # type: ignore[arg-type]
         if self.padding is not Padding.KEEP:
-            stop = target.shape[0] if self.stage else max(rows * self.per_row, self._used)
+            stop = self._used.get(id(target), 0)
+            if self.stage is None or not self.stage.hosts:  # a step may have written to its own inputs
+                stop = target.shape[0] if self.stage else max(rows * self.per_row, stop)
             if used < stop:
                 target[used:stop].fill_(self.fill)
-            self._used = used
+            self._used[id(target)] = used
 
     def like(self, rows: int) -> Buffer:
         """One of the same kind for another number of rows."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from minikv.errors import ArgumentError
 from minikv.graphs.buckets import pick_size
-from minikv.graphs.buffers import Buffer, Padding
+from minikv.graphs.buffers import Buffer, Padding, Stage
 
 
 class Hidden(IntEnum):
@@ -118,6 +118,7 @@ class GraphRunner:
             raise ArgumentError("batch_sizes", self.sizes, f"the buffers hold {self.rows} rows; make them larger")
         self.device = per_request[0].tensor.device
         self.stats = Counters()
+        self._served: dict[str, tuple[dict[str, Buffer], list[Stage]]] = {}
         self._range: Any = torch.cuda.nvtx.range if self.device.type == "cuda" else nullcontext
 
     def _usual(self, name: str, tensor: Tensor) -> Buffer:
@@ -234,9 +235,7 @@ class GraphRunner:
     def _values(self, batch: Any, variant: str) -> tuple[dict[str, Tensor], int]:
         """The batch by buffer name, and its rows."""
         found, rows = {}, None
-        for name, buffer in self.buffers.items():
-            if not buffer.serves(variant):
-                continue
+        for name, buffer in self._serving(variant)[0].items():
             value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
             if value is not None:
                 found[name] = value
@@ -252,10 +251,10 @@ class GraphRunner:
 
     def _load(self, values: Mapping[str, Tensor], size: int, variant: str) -> dict[str, Tensor]:
         """Write a batch into the buffers (into larger ones where it is too large), pad it, and plan it."""
-        buffers = {name: buffer for name, buffer in self.buffers.items() if buffer.serves(variant)}
+        buffers, stages = self._serving(variant)
         if size > self.rows:
             buffers = {name: buffer.like(size) for name, buffer in buffers.items()}
-        stages = {id(b.stage): b.stage for b in buffers.values() if b.stage is not None}.values()
+            stages = _stages(buffers)
         for stage in stages:
             stage.turn()
         for name, buffer in buffers.items():
@@ -265,6 +264,13 @@ class GraphRunner:
         for stage in stages:
             stage.send()
         return {name: buffer.view(size) for name, buffer in buffers.items()}
+
+    def _serving(self, variant: str) -> tuple[dict[str, Buffer], list[Stage]]:
+        """The buffers that a variant reads, and their stages; worked out once."""
+        if variant not in self._served:
+            buffers = {name: buffer for name, buffer in self.buffers.items() if buffer.serves(variant)}
+            self._served[variant] = buffers, _stages(buffers)
+        return self._served[variant]
 
     def _cut(self, tensor: Tensor, n: int, size: int) -> Tensor:
         """The real rows, in memory that no later call overwrites."""
@@ -278,3 +284,7 @@ class GraphRunner:
         at = tensor.untyped_storage().data_ptr()
         static = (*(buffer.tensor for buffer in self.buffers.values()), *self.state.values())
         return any(t.untyped_storage().data_ptr() == at for t in static)
+
+
+def _stages(buffers: Mapping[str, Buffer]) -> list[Stage]:
+    return list({id(b.stage): b.stage for b in buffers.values() if b.stage is not None}.values())
