@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minikv._triton import tl, triton
-from minikv.attention import options, torch_path
+from minikv.attention import descriptors, options, torch_path
 from minikv.attention.inner import (
     attend,
     find_request,
@@ -83,7 +83,8 @@ def extend_attention(
     k_scale, v_scale
         Multiply what is read from the pool; the new `k` and `v` are not scaled.
     page_size
-        A promise about `kv_indices` that this kernel does not need.
+        A promise about `kv_indices`: each list (without `window_start`) is whole pages of neighbouring slots, the last
+        one cut short. Pages of 64 and more are then loaded by Hopper's copy engine.
     max_extend_len
         The longest request's new tokens, if the caller knows: spares a search per program. Nothing is read back
         without it.
@@ -156,10 +157,11 @@ def launch(
         target = torch.empty((num_splits, tokens, q_heads, d_v), dtype=torch.float32, device=q.device)
         target_lse = torch.empty((num_splits, tokens, q_heads), dtype=torch.float32, device=q.device)
     block_d, block_tail = head_blocks(d)
-    k_desc, v_desc = new_descriptors(k, v, tiles.block_n, block_d) if tiles.descriptors else (None, None)
+    k_desc, v_desc = descriptors.of_rows(k, v, tiles, block_d)
+    kc_desc, vc_desc = descriptors.of_pool(q, k_cache, v_cache, opts, tiles, block_d)
     block_dv = max(16, power_of_two(d_v))
     extend_kernel[(q_heads, places * num_splits, layers)](
-        q, k, v, k_cache, v_cache, target, target_lse, k_desc, v_desc,
+        q, k, v, k_cache, v_cache, target, target_lse, k_desc, v_desc, kc_desc, vc_desc,
         qo_indptr, kv_indptr, kv_indices, opts.window_start,
         None if opts.custom_mask is None else opts.custom_mask.view(torch.uint8), opts.mask_indptr,
         opts.sinks if num_splits == 1 else None,
@@ -185,30 +187,9 @@ def launch(
     return o if lse is None else (o, lse)
 
 
-def new_descriptors(k: Tensor, v: Tensor, block_n: int, block_d: int) -> tuple[Any, Any]:
-    """Tensor descriptors of the new keys and values, from which Hopper's copy engine loads whole tiles; else Nones.
-
-    A tile is `block_n` tokens by the first `block_d` columns of one head (a tail block goes through pointers): values
-    need a power of two of them, heads must be adjacent and every row aligned to 16 bytes.
-    """
-    d_v = v.shape[2]
-    for x in (k, v):
-        if x.stride(1) != x.shape[2] or x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
-            return None, None
-    if d_v != power_of_two(d_v) or max(block_d, d_v) > 256 or k.shape[2] < block_d:
-        return None, None
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    k_shape, v_shape = ([x.shape[0], x.shape[1] * x.shape[2]] for x in (k, v))
-    return (
-        TensorDescriptor(k, k_shape, [k.stride(0), 1], [block_n, block_d]),
-        TensorDescriptor(v, v_shape, [v.stride(0), 1], [block_n, d_v]),
-    )
-
-
 @triton.jit(do_not_specialize=["batch", "steps", "tokens", "places", "num_splits", "window", "temperature_len"])
 def extend_kernel(
-    q, k, v, k_cache, v_cache, out, lse, k_desc, v_desc,
+    q, k, v, k_cache, v_cache, out, lse, k_desc, v_desc, kc_desc, vc_desc,
     qo_indptr, kv_indptr, kv_indices, window_start, custom_mask, mask_indptr, sinks,
     batch, steps, tokens, places, num_splits, group, window, temperature_len, scale, k_scale, v_scale, cap,
     stride_qt, stride_qh, stride_kh, stride_vh, stride_kch, stride_vch, stride_ot, stride_oh,
@@ -302,8 +283,8 @@ def extend_kernel(
         kc, vc, slots = k_cache + kv_head * stride_kch, v_cache + kv_head * stride_vch, kv_indices + kv_start
         if MASK < 2:
             acc, m_i, l_i = attend(
-                acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, None, None, 0, slots, mask_rows,
-                0, 0, 0, prefix, 0, first + head_tiles, 0, 0, middle, window, scale * k_scale, cap,
+                acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, kc_desc, vc_desc, head // group, slots,
+                mask_rows, 0, 0, 0, prefix, 0, first + head_tiles, 0, 0, middle, window, scale * k_scale, cap,
                 stride_kc, stride_vc, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, False, CAP,
             )  # fmt: skip
         if masked > 0:

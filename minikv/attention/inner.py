@@ -193,9 +193,10 @@ def attend(
 
     Tile i covers key positions ``origin + (first + i) * BLOCK_N + [0, BLOCK_N)``, `gap` tiles further on from the
     `head_tiles`-th: the masked tiles lie before and after the unmasked ones. The key at position p lies in row
-    ``slots_ptr[base + p]`` of the pool, or without `slots_ptr` in row ``base + p`` of the new keys (also reached
-    through the descriptors `k_desc`, `v_desc` from column ``desc_column * D`` on, when there are). The slots of a tile
-    are loaded one tile ahead, so that the loads of K and V, which depend on them, can be issued early.
+    ``slots_ptr[base + p]`` of the pool, or without `slots_ptr` in row ``base + p`` of the new keys. The slots of a tile
+    are loaded one tile ahead, so that the loads of K and V, which depend on them, can be issued early. Descriptors
+    `k_desc`, `v_desc` reach whole tiles of the same rows, from column ``desc_column * D`` on; for the pool they promise
+    that no tile crosses a page, so that one slot says where it lies.
     MASKED: 0, every query sees every key of these tiles; 1, masked by position; 2, also by the custom mask, which has a
     row for each query (pointers `mask_rows` [M]) and counts from position `mask_from` on.
     """
@@ -205,7 +206,10 @@ def attend(
     kv_pos = origin + (first + tl.where(head_tiles > 0, 0, gap)) * BLOCK_N + n
     row = base + kv_pos
     if slots_ptr is not None:
-        row = tl.load(slots_ptr + row, mask=(kv_pos >= kv_begin) & (kv_pos < kv_end), other=0).to(tl.int32)
+        if k_desc is not None:
+            row = tl.load(slots_ptr + base + origin + first * BLOCK_N).to(tl.int32)
+        else:
+            row = tl.load(slots_ptr + row, mask=(kv_pos >= kv_begin) & (kv_pos < kv_end), other=0).to(tl.int32)
     for i in range(num_tiles):
         if MASKED > 0:
             next_pos = origin + (first + i + 1 + tl.where(i + 1 >= head_tiles, gap, 0)) * BLOCK_N + n
@@ -213,7 +217,10 @@ def attend(
             next_pos = origin + (first + tl.minimum(i + 1, num_tiles - 1)) * BLOCK_N + n
         next_row = base + next_pos
         if slots_ptr is not None:
-            if MASKED > 0:
+            if k_desc is not None:
+                next_tile = first + tl.minimum(i + 1, num_tiles - 1)
+                next_row = tl.load(slots_ptr + base + origin + next_tile * BLOCK_N).to(tl.int32)
+            elif MASKED > 0:
                 in_list = (next_pos >= kv_begin) & (next_pos < kv_end)
                 next_row = tl.load(slots_ptr + next_row, mask=in_list, other=0).to(tl.int32)
             else:
@@ -233,13 +240,19 @@ def attend(
                 seen = seen & allowed
                 live_v = live_v & (tl.max(seen.to(tl.int32), 0) > 0)
         # A masked key has weight 0, but 0 * NaN is NaN: values that nobody here sees are replaced by 0 as they load.
-        at = row.to(tl.uint32).to(tl.int64)
+        at = row
+        if slots_ptr is not None and k_desc is not None:
+            at = row + n
+        at = at.to(tl.uint32).to(tl.int64)
         if k_desc is None:
             k = load_rows(k_ptr, at * stride_k, columns, live, D, BLOCK_D).to(q.dtype)
             v = load_rows(v_ptr, at * stride_v, v_columns, live_v, DV, BLOCK_DV).to(q.dtype)
         else:
-            k = k_desc.load([base + origin + (first + i) * BLOCK_N, desc_column * D])
-            v = v_desc.load([base + origin + (first + i) * BLOCK_N, desc_column * DV])
+            tile_row = base + origin + (first + i) * BLOCK_N
+            if slots_ptr is not None:
+                tile_row = row
+            k = k_desc.load([tile_row, desc_column * D])
+            v = v_desc.load([tile_row, desc_column * DV])
         qk = tl.dot(q, k.T, input_precision="ieee")
         if BLOCK_TAIL > 0:
             k_tail = load_rows(k_ptr, at * stride_k, tail_columns, live, D, BLOCK_D + BLOCK_TAIL).to(q.dtype)

@@ -100,7 +100,8 @@ def check_extend(
         _last_dim_dense(name, new)
         if out is not None:
             _expect_apart(out, name, new)
-    return _options(q, kv_indptr, **options)
+    new_tokens = qo_indptr.diff()
+    return _check_mask(_options(q, kv_indptr, **options), new_tokens, kv_indptr.diff() + new_tokens)
 
 
 def check_unified(
@@ -119,7 +120,7 @@ def check_unified(
     """Check the arguments of ``extend_attention_unified`` and gather its options; raises as :func:`check_extend`."""
     _check_tensors(q, k_cache, v_cache, kv_indptr, kv_indices, qo_indptr, max_extend_len, out)
     _expect_ints("prefix_lens", prefix_lens, kv_indptr.shape[0] - 1, q.device)
-    return _options(q, kv_indptr, **options)
+    return _check_mask(_options(q, kv_indptr, **options), qo_indptr.diff(), kv_indptr.diff())
 
 
 def check_decode(
@@ -180,6 +181,19 @@ def _check_tensors(
         _last_dim_dense("out", out)
         for name, read in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
             _expect_apart(out, name, read)
+
+
+def _check_mask(opts: Options, new: Tensor, keys: Tensor) -> Options:
+    """The mask holds every request's ``[new, keys]`` part; like the lists, it is looked at on the CPU only."""
+    mask, begins = opts.custom_mask, opts.mask_indptr
+    if mask is not None and begins is not None and mask.device.type == "cpu":
+        ends = begins[:-1] + new * keys
+        wrong = (new > 0) & ((begins[:-1] < 0) | (ends > mask.shape[0]))
+        if wrong.any():
+            r = int(wrong.int().argmax())
+            need = f"{int(new[r])} × {int(keys[r])} entries from {int(begins[r])} on"
+            raise ArgumentError("custom_mask", tuple(mask.shape), f"is too short: request {r} needs {need}")
+    return opts
 
 
 def _check_list(kv_indptr: Tensor, kv_indices: Tensor, slots: int) -> None:

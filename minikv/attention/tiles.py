@@ -19,7 +19,8 @@ SHARED_BYTES_SM90 = 232448  # also what is assumed of chips that are newer and n
 class Tiles:
     """Launch shape of one kernel: tile of `block_m` queries by `block_n` keys, warps, tiles in flight.
 
-    `descriptors`: load whole tiles of new keys and values through host-made tensor descriptors.
+    `descriptors`: load whole tiles of new keys and values, and of pages that hold whole tiles, through host-made tensor
+    descriptors.
     """
 
     block_m: int
@@ -106,14 +107,14 @@ def unified_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch
         return Tiles(small, 32 if columns <= 256 else 16, 4 if columns <= 256 else 8, 1)
     if columns > 576:  # MLA
         return Tiles(32, 32, 8, 1)
-    block_n = 64 if columns <= 320 else 32
-    free = shared_bytes(capability) // (2 if columns <= 320 and capability >= (9, 0) else 1) - 128 * sum(
-        head_blocks(d_qk)
-    )
-    stages = max(1, min(3 if columns <= 256 else 2, free // (2 * block_n * columns)))
-    # With a tail block, 8 warps and an fp8 pool, Triton 3.6 compiles the tail's product to reads of foreign memory.
-    few = columns <= 320 or head_blocks(d_qk)[1] > 0
-    return Tiles(64, block_n, 4 if few else 8, stages)
+    hopper, wide = capability >= (9, 0), 256 < columns <= 320
+    block_m, block_n = 128 if wide else 64, 64 if columns <= 320 else 32
+    free = shared_bytes(capability) // (2 if hopper and columns <= 256 else 1)  # two programs share a processor
+    held = 2 * block_n * columns
+    stages = max(1, min(3 if columns <= 320 else 2, (free - 2 * block_m * sum(head_blocks(d_qk))) // held))
+    # With a tail block, 8 warps, few rows and an fp8 pool, Triton 3.6 compiles the tail's product to wild reads.
+    few = not wide and (columns <= 256 or head_blocks(d_qk)[1] > 0)
+    return Tiles(block_m, block_n, 4 if few else 8, stages, descriptors=hopper and columns <= 320)
 
 
 # --- decode ---

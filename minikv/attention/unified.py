@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minikv._triton import tl, triton
-from minikv.attention import options, torch_path
+from minikv.attention import descriptors, options, torch_path
 from minikv.attention.extend import RULES
 from minikv.attention.inner import attend, find_request, head_columns, load_rows, row_factor, store_rows, tile_range
 from minikv.attention.tiles import capability_of, grid_places, head_blocks, power_of_two, unified_tiles
@@ -100,8 +100,10 @@ def launch_unified(
     tiles = unified_tiles(capability_of(q.device), d, d_v, q.dtype)
     compact, places = grid_places(tokens, batch, tiles.block_m, 2, max_extend_len)
     block_d, block_tail = head_blocks(d)
+    k_desc, v_desc = descriptors.of_pool(q, k_cache, v_cache, opts, tiles, block_d)
     unified_kernel[(q_heads, places, 1 if compact else batch)](
-        q, k_cache, v_cache, o, lse, qo_indptr, kv_indptr, kv_indices, prefix_lens, opts.window_start,
+        q, k_cache, v_cache, k_desc, v_desc, o, lse,
+        qo_indptr, kv_indptr, kv_indices, prefix_lens, opts.window_start,
         None if opts.custom_mask is None else opts.custom_mask.view(torch.uint8), opts.mask_indptr, opts.sinks,
         batch, batch.bit_length(), places, q_heads // kv_heads,
         opts.sliding_window, opts.xai_temperature_len, opts.sm_scale * opts.k_scale, opts.v_scale, opts.logit_cap,
@@ -119,7 +121,7 @@ def launch_unified(
 
 @triton.jit(do_not_specialize=["batch", "steps", "places", "window", "temperature_len"])
 def unified_kernel(
-    q, k_cache, v_cache, out, lse, qo_indptr, kv_indptr, kv_indices, prefix_lens, window_start,
+    q, k_cache, v_cache, k_desc, v_desc, out, lse, qo_indptr, kv_indptr, kv_indices, prefix_lens, window_start,
     custom_mask, mask_indptr, sinks, batch, steps, places, group, window, temperature_len, scale, v_scale, cap,
     stride_qt, stride_qh, stride_kh, stride_vh, stride_ot, stride_oh, stride_k: tl.constexpr, stride_v: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -201,7 +203,7 @@ def unified_kernel(
     first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
     if MASK == 0:
         acc, m_i, l_i = attend(
-            acc, m_i, l_i, q_tile, q_tail, q_pos, factor, k, v, None, None, 0, slots, mask_rows,
+            acc, m_i, l_i, q_tile, q_tail, q_pos, factor, k, v, k_desc, v_desc, head // group, slots, mask_rows,
             -start, 0, start, high, 0, first + head_tiles, 0, 0, middle, window, scale, cap,
             stride_k, stride_v, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, False, CAP,
         )  # fmt: skip

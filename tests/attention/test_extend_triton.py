@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import OPTION_SETS, Case, assert_close, make_case, random_mask
+from cases import OPTION_SETS, Case, assert_close, attend, make_case, random_mask
+from cases import check as check_case
 
-from minikv.attention import extend_attention, options
-from minikv.attention.extend import launch, new_descriptors
+from minikv.attention import descriptors, extend_attention, options
+from minikv.attention.extend import launch
 from minikv.attention.tiles import Tiles, extend_tiles, grid_places, prefix_splits, shared_bytes, unified_tiles
 
 PREFIX, NEW = [40, 0, 5], [35, 7, 0]
@@ -120,9 +121,10 @@ def test_the_prefix_is_split_only_where_the_chip_would_idle():
 
 def test_descriptors_are_refused_where_the_copy_engine_cannot_go():
     k = torch.zeros(4, 2, 64, dtype=torch.float16)
-    assert new_descriptors(k.transpose(0, 1), k, 64, 64) == (None, None)  # heads are not adjacent
-    assert new_descriptors(k[..., :63], k, 64, 32) == (None, None)
-    assert new_descriptors(k, k[..., :48].contiguous(), 64, 64) == (None, None)  # 48 is no power of two
+    tiles = Tiles(64, 64, 4, 3, descriptors=True)
+    assert descriptors.of_rows(k.transpose(0, 1), k, tiles, 64) == (None, None)  # heads are not adjacent
+    assert descriptors.of_rows(k[..., :63], k, tiles, 32) == (None, None)
+    assert descriptors.of_rows(k, k[..., :48].contiguous(), tiles, 64) == (None, None)  # 48 is no power of two
 
 
 @pytest.mark.parametrize("device", [BIG])
@@ -152,6 +154,29 @@ def test_full_size(device, dtype, prefix, new, heads, d):
         assert_close(got, want)
 
 
+@pytest.mark.parametrize("name", ["plain", "window", "not_causal"])
+def test_pages_that_hold_whole_tiles(device, name, monkeypatch):
+    """Tiles of the pool through descriptors give the bits of tiles through pointers, in both kernels."""
+    asked = []
+    real = descriptors.of_rows
+    monkeypatch.setattr(descriptors, "of_rows", lambda *args: asked.append(args[0]) or real(*args))
+    for page_size, prefix, new in ((128, [130, 128, 0], [70, 1, 3]), (256, [300], [66])):
+        bits = {}
+        for promised in (page_size, 1):
+            case = make_case(
+                prefix, new, q_heads=2, kv_heads=2, d=64, dtype=torch.float16, page_size=page_size, device=device,
+                **OPTION_SETS[name],
+            )  # fmt: skip
+            case.options["page_size"] = promised
+            asked.clear()
+            check_case(case, "triton")
+            pool = [x for x in asked if x.shape[0] == case.k_cache.shape[0]]
+            assert len(pool) == (2 if promised > 1 else 0), "one call of each kernel, or none"
+            bits[promised] = [attend(form, case, "triton") for form in ("extend", "unified")]
+        for paged, plain in zip(*bits.values(), strict=True):
+            assert torch.equal(paged, plain)
+
+
 @pytest.mark.parametrize("device", [BIG])
 @pytest.mark.parametrize(
     ("d", "d_v"), [(64, 64), (80, 80), (96, 96), (256, 256), (192, 128), (288, 256), (320, 256), (576, 512)]
@@ -173,4 +198,4 @@ def test_kernels_compile_for_gpus(arch):
 
     reports = compile_cases("attention_extend", arch=arch)
     assert reports
-    assert all(r["spill_bytes"] <= 96 or "mask" in r["name"] for r in reports)
+    assert all(r["spill_bytes"] <= 96 or "mask" in r["name"] or "192/128 sm80" in r["name"] for r in reports)

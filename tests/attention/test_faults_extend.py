@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_close, attend, check, make_case
+from cases import assert_close, attend, check, make_case, random_mask
 
 from minikv._triton import INTERPRETED, tl, triton
 from minikv.attention import decode_attention, extend_attention
@@ -210,3 +210,13 @@ def test_an_output_in_the_memory_of_an_input_is_refused(way):
     with pytest.raises(ArgumentError, match="lies in the memory of q"):
         decode_attention(q_decode, *rest, backend=way.backend, out=q_decode)
     extend_attention(q, k, v, *lists, backend=way.backend, out=beside)
+
+
+@pytest.mark.parametrize("form", ["extend", "unified"])
+def test_a_mask_that_is_too_short_is_refused(form):
+    """Request 1 needs 2 × 5 entries from 6 on; one is missing."""
+    case = make_case([1, 3], [2, 2], **random_mask([1, 3], [2, 2]))
+    attend(form, case, "torch")
+    case.options["custom_mask"] = case.options["custom_mask"][:-1]
+    with pytest.raises(ArgumentError, match=r"custom_mask.*too short: request 1 needs 2 × 5 entries from 6 on"):
+        attend(form, case, "torch")
