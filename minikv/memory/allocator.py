@@ -144,7 +144,7 @@ class PagedAllocator:
             CPU integers ``[n]``: tokens before and after.
         last_loc
             int32 or int64 ``[n]`` on the allocator's device: slot of the last prefix token, -1 without a prefix.
-            ``(last_loc + 1) % page_size == prefix_lens % page_size``, in a held page; checked on the CPU or by `debug`.
+            ``(last_loc + 1) % page_size == prefix_lens % page_size``, checked on the CPU; by `debug`, also that it is held.
         extend_num_tokens
             The sum of ``seq_lens - prefix_lens``.
 
@@ -249,7 +249,7 @@ class PagedAllocator:
             slots = last_loc.cpu().numpy()
             misplaced = (slots + 1 - prefix) % self.page_size != 0
             pages = slots // self.page_size  # the rest of a page that nobody holds would be given away twice
-            wrong = misplaced | ((prefix % self.page_size > 0) & self._not_held(pages))
+            wrong = misplaced | (self._not_held(pages) & (prefix % self.page_size > 0)) if self.debug else misplaced
             if wrong.any():
                 i = int(np.argmax(wrong))
                 why = f"not where a prefix of {prefix[i]} tokens ends in its page of {self.page_size}"

@@ -356,8 +356,8 @@ def test_wrong_calls_raise_before_anything_happens(make, monkeypatch, call, mess
     assert a.free_pages.tolist() == [2, 3, 4, 5, 6, 7, 8]
 
 
-def test_last_loc_in_a_page_that_nobody_holds_is_named() -> None:
-    a = PagedAllocator(16, 4)
+def test_debug_names_a_last_loc_in_a_page_that_nobody_holds() -> None:
+    a = PagedAllocator(16, 4, debug=True)
     held = a.alloc(8)
     gone = a.alloc(4)
     a.free(gone)
