@@ -144,7 +144,7 @@ class PagedAllocator:
             CPU integers ``[n]``: tokens before and after.
         last_loc
             int32 or int64 ``[n]`` on the allocator's device: slot of the last prefix token, -1 without a prefix.
-            ``(last_loc + 1) % page_size == prefix_lens % page_size``, checked on the CPU; by `debug`, also that it is held.
+            ``(last_loc + 1) % page_size == prefix_lens % page_size``, checked on the CPU; in a held page if `debug`.
         extend_num_tokens
             The sum of ``seq_lens - prefix_lens``.
 
