@@ -158,14 +158,14 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("rows", [1, 3, 17])
-def test_a_fused_step_gives_the_decoders_logits(device, shape, rows) -> None:
+def test_a_fused_step_gives_the_decoders_logits(device, dtype, shape, rows) -> None:
     config = SHAPES[shape]
-    decoder = random_model(config, seed=1, device=device, draw_on="cpu")
+    decoder = random_model(config, seed=1, device=device, dtype=dtype, draw_on="cpu")
     lens = torch.randint(2, 6, (rows,))
     total, logits, pools = int(lens.sum()), [], []
-    old = torch.randn(config.num_layers, 2, total, config.kv_heads, config.head_dim, device=device)
+    old = torch.randn(config.num_layers, 2, total, config.kv_heads, config.head_dim).to(device, dtype)
     for make in (lambda d: d, lambda d: FusedDecoder(d, 32)):
-        pool = KVPool(256, 4, config.num_layers, config.kv_heads, config.head_dim, torch.float32, device)
+        pool = KVPool(256, 4, config.num_layers, config.kv_heads, config.head_dim, dtype, device)
         table = RequestTable(rows, 32, device)
         attention = AttentionBackend(
             pool, table, page_size=4, q_heads=config.q_heads, backend="triton", max_requests=rows
@@ -179,8 +179,10 @@ def test_a_fused_step_gives_the_decoders_logits(device, shape, rows) -> None:
         tokens = torch.arange(rows, device=device)
         logits.append(make(decoder)(tokens, (lens - 1).to(device), attention))
         pools.append(torch.stack([part(i) for i in range(config.num_layers) for part in (pool.k, pool.v)]))
-    assert (logits[0] - logits[1]).abs().max() <= 1e-4
-    assert (pools[0] - pools[1]).abs().max() <= 1e-4
+    apart, bound = (logits[0].double() - logits[1].double()).abs(), {torch.float32: 1e-4, torch.float16: 1e-2}
+    assert apart.max() <= bound.get(dtype, 8e-2), "rounded at the same places, added up in another order"
+    assert apart.square().mean().sqrt() <= bound.get(dtype, 8e-2) / 5
+    assert (pools[0].double() - pools[1].double()).abs().max() <= bound.get(dtype, 8e-2)
 
 
 def test_the_cpu_and_latent_attention_keep_the_plain_decoder() -> None:
