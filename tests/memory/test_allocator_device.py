@@ -157,7 +157,7 @@ def test_no_call_waits_for_the_device() -> None:
 
 @pytest.mark.gpu
 def test_lengths_are_kept_until_the_device_has_read_them() -> None:
-    """The device is kept busy while the host runs far ahead through many small arenas: no call sees another's lengths."""
+    """The host runs far ahead of a busy device through many small arenas: no call sees the lengths of another."""
     a, plain = (PagedAllocator(1 << 20, 16, device=d) for d in ("cuda", "cpu"))
     a._staging = Staging(a.device, capacity=16)
     draw = random.Random(0)
