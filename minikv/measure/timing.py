@@ -13,6 +13,8 @@ import torch
 
 from minikv.device import synchronize
 
+RAMP_SECONDS = 0.02  # an idle GPU takes milliseconds of work to reach its clocks: the first figure was 8 % too slow
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -137,7 +139,7 @@ def measure_graph(calls: Sequence[Callable[[], Any]], *, warmup: int = 3, sample
         The same work on rotated inputs (more bytes than the L2 cache holds, where it reads much). They must neither
         wait for the device nor allocate outside PyTorch.
     warmup, samples
-        Replays before the first sample, and samples.
+        Replays before the first sample (more, until clocks have had time to rise), and samples.
 
     Returns
     -------
@@ -155,8 +157,11 @@ def measure_graph(calls: Sequence[Callable[[], Any]], *, warmup: int = 3, sample
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    for _ in range(warmup):
+    started = time.perf_counter()
+    while warmup > 0 or time.perf_counter() - started < RAMP_SECONDS:
         graph.replay()
+        torch.cuda.synchronize()
+        warmup -= 1
     seconds = [_event_seconds(graph.replay) / len(calls) for _ in range(samples)]
     del graph
     return Timing.of(seconds)
