@@ -138,11 +138,12 @@ def trouble() -> Trouble:
 
 
 @pytest.fixture
-def page(browser: Any, trouble: Trouble) -> Iterator[Any]:
-    """An empty tab of a browser with a profile of its own."""
+def page(browser: Any, trouble: Trouble, tmp_path: Path) -> Iterator[Any]:
+    """An empty tab of a browser with a profile of its own; what it showed last is kept beside the screenshots."""
     context = browser.new_context(viewport={"width": 1400, "height": 1000}, color_scheme="light")
     context.set_default_timeout(60_000)
     tab = context.new_page()
     trouble.watch(tab)
     yield tab
+    tab.screenshot(path=tmp_path / "last.png")
     context.close()
