@@ -257,12 +257,19 @@ class GraphRunner:
             stages = _stages(buffers)
         for stage in stages:
             stage.turn()
+        there = []  # what lies on the device already: it follows the block that the host sends
         for name, buffer in buffers.items():
-            buffer.load(values.get(name), size)
+            value = values.get(name)
+            if value is not None and value.is_cuda and buffer.stage is not None:
+                there.append((buffer, value))
+                value = None
+            buffer.load(value, size)
         if self.prepare is not None:
             self.prepare({name: buffer.view(size, on_host=True) for name, buffer in buffers.items()}, size)
         for stage in stages:
             stage.send()
+        for buffer, value in there:
+            buffer.tensor[: value.shape[0]].copy_(value)
         return {name: buffer.view(size) for name, buffer in buffers.items()}
 
     def _serving(self, variant: str) -> tuple[dict[str, Buffer], list[Stage]]:

@@ -77,6 +77,7 @@ def cases() -> list[Case]:
             linear(f"all parts, odd sizes, {rows}", rows, 600, 80, *POINTERS, gated=True),
             linear(f"large, {rows}", rows, 4096, 14336, "residual"),
             linear(f"fp32, {rows}", rows, 600, 576, *POINTERS, gated=True, dtype="fp32"),
+            linear(f"fp32 logits, {rows}", rows, 49152, 576, "norm", dtype="fp32"),
             linear(f"sm80, {rows}", rows, 3072, 1024, *POINTERS, gated=True, arch=80),
         )
     ]

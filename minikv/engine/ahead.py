@@ -1,0 +1,90 @@
+"""Launching a decode step before the tokens of the one before it are read, so that the device never waits for Python.
+
+A greedy step of the same requests needs nothing from the host but lengths and slots: its token ids are the output of
+the step before, which stays on the device. If a request turns out to have ended, its row of the step ahead was computed
+for nobody, into a slot that is freed with the request's others. SGLang's and vLLM's overlapped schedulers do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from minikv.engine.batch import Batch
+from minikv.engine.request import State
+from minikv.engine.scheduler import Scheduler
+
+
+@dataclass
+class Flight:
+    """A step that was launched: its batch, the tokens it chooses (on the device), and what reads them."""
+
+    batch: Batch
+    out: Tensor
+    read: Callable[[], list[int]]
+
+
+class Landing:
+    """Two places of pinned memory for tokens on their way back: one is read while the next is written."""
+
+    def __init__(self, device: torch.device, most: int) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._places = [torch.empty(most, dtype=torch.int64, pin_memory=self._on_cuda) for _ in range(2)]
+        self._arrived = [torch.cuda.Event() for _ in self._places] if self._on_cuda else []
+
+    def flight(self, batch: Batch, out: Tensor) -> Flight:
+        """Send tokens on their way; what is launched later does not delay them."""
+        self._places.reverse()
+        self._arrived.reverse()
+        place = self._places[0][: out.shape[0]]
+        place.copy_(out, non_blocking=True)
+        if not self._on_cuda:
+            return Flight(batch, out, place.tolist)
+        arrived = self._arrived[0]
+        arrived.record()
+
+        def read() -> list[int]:
+            arrived.synchronize()
+            return place.tolist()
+
+        return Flight(batch, out, read)
+
+
+def follow(scheduler: Scheduler, flight: Flight) -> Batch | None:
+    """The decode step after one whose tokens are not known yet; None where that step may change who runs.
+
+    It may when somebody waits, when a request will have all its tokens, or when pages would have to be evicted.
+    """
+    last, allocator = flight.batch, scheduler.allocator
+    if scheduler.waiting or scheduler.prefilling or scheduler.running != last.requests:
+        return None
+    if any(r.length + 1 >= r.capacity for r in last.requests):
+        return None
+    lens = last.seq_lens + 1
+    if int((last.seq_lens % scheduler.page_size == 0).sum()) * scheduler.page_size > allocator.available_size():
+        return None
+    slots = allocator.alloc_decode(lens, last.out_slots)
+    if slots is None:
+        return None
+    scheduler.table.write(last.rows, last.seq_lens, lens, slots)
+    tokens = flight.out.clamp_min(0)  # -1 stands for broken logits, whose request ends
+    return replace(last, token_ids=tokens, positions=last.seq_lens, prefix_lens=last.seq_lens, seq_lens=lens,
+                   out_slots=slots, sampled=last.requests)  # fmt: skip
+
+
+def landed(flight: Flight) -> tuple[Batch, list[int]]:
+    """The batch and its tokens, without requests that ended after it was launched."""
+    batch, tokens = flight.batch, flight.read()
+    live = [i for i, r in enumerate(batch.requests) if r.state is State.RUNNING]
+    if len(live) == len(tokens):
+        return batch, tokens
+    at = torch.tensor(live, dtype=torch.int64)
+    names = ("positions", "rows", "prefix_lens", "seq_lens")
+    parts = {name: getattr(batch, name)[at] for name in names}
+    requests = [batch.requests[i] for i in live]
+    batch = replace(batch, requests=requests, sampled=requests, logits_at=torch.arange(len(live)),
+                    out_slots=batch.out_slots[at.to(batch.out_slots.device)], **parts)  # fmt: skip
+    return batch, [tokens[i] for i in live]
