@@ -69,7 +69,7 @@ ONLINE = Exercise(
         "`acc`, and rescale them when the maximum grows. A score of -inf is a masked key; with no key left the result is 0.\n\n"
         "Scores `[0, 0]` and `[0, 0]` give the mean of the four values."
     ),
-    signature="def two_tiles(scores1, values1, scores2, values2)",
+    signature="def two_tiles(scores1: np.ndarray, values1: np.ndarray, scores2: np.ndarray, values2: np.ndarray) -> np.ndarray",
     worked=_tiles([0.0, 0.0], [0.0, 0.0], "the worked case"),
     grid=_tiles_grid,
     random=_tiles_random,
@@ -125,7 +125,7 @@ PAGED_DECODE = Exercise(
         "1/sqrt(d). Query heads share KV heads in groups: head h reads KV head h * kv_heads // heads. "
         "Slots that hold no token of this request may contain anything, NaN included. No tokens: zeros."
     ),
-    signature="def paged_decode(q, k_pool, v_pool, pages, length, page_size)",
+    signature="def paged_decode(q: np.ndarray, k_pool: np.ndarray, v_pool: np.ndarray, pages: list[int], length: int, page_size: int) -> np.ndarray",
     worked=_paged_case(0, 6, 4, why="the worked case: six tokens in two pages"),
     grid=_paged_grid,
     random=lambda rng: _paged_case(

@@ -66,7 +66,7 @@ ARRAYS = Exercise(
         "One request with prefix 5, 2 new tokens, pages `[2, 5]` of 4: `qo_indptr [0, 2]`, `kv_indptr [0, 5]`, "
         "`kv_indices [8, 9, 10, 11, 20]`, `positions [5, 6]`."
     ),
-    signature="def batch_arrays(requests, page_size)",
+    signature="def batch_arrays(requests: list[dict], page_size: int) -> dict[str, list[int]]",
     worked=Case(([_row(5, 2, [2, 5])], 4), "the worked case"),
     grid=_arrays_grid,
     random=_arrays_random,
@@ -127,7 +127,7 @@ ORDER = Exercise(
         "(their indices) that computes as few tokens as possible; the check compares with all permutations. "
         "For `[[1, 2, 3], [9], [1, 2, 4]]`, running 0, 2, 1 computes 3 + 1 + 1 = 5 tokens, but 0, 1, 2 computes 7."
     ),
-    signature="def best_order(prompts)",
+    signature="def best_order(prompts: list[list[int]]) -> list[int]",
     worked=Case(([[1, 2, 3], [9], [1, 2, 4]],), "the worked case"),
     grid=_order_grid,
     random=_order_random,
