@@ -66,7 +66,7 @@ def _bench(options: argparse.Namespace, rest: list[str]) -> int:
     from minikv.measure import suite
 
     if not options.names:
-        print("minikv bench NAME ...; names: " + ", ".join(suite.names()))
+        print(f"minikv bench NAME ... measures one or more of these:\n{suite.listing()}")
         return 0
     suite.run(options.names, out_dir=options.out, quick=options.quick, device=options.device)
     return 0

@@ -30,6 +30,18 @@ def names() -> list[str]:
     return sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
 
 
+def phrases() -> dict[str, str]:
+    """Name of each measurement, and the first line of its module: what it measures."""
+    modules = {name: importlib.import_module(f"minikv.measure.bench_{name}") for name in names()}
+    return {name: (module.__doc__ or "").partition("\n")[0] for name, module in modules.items()}
+
+
+def listing() -> str:
+    """One line for each measurement, as ``minikv bench`` prints them."""
+    wide = max(map(len, names()))
+    return "\n".join(f"  {name:<{wide}}  {phrase}" for name, phrase in phrases().items())
+
+
 def run(
     names_: Iterable[str],
     out_dir: str | os.PathLike[str] | None = None,
@@ -120,7 +132,7 @@ def _main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto")
     options = parser.parse_args(argv)
     if not options.names:
-        print(", ".join(names()))
+        print(listing())
         return 0
     try:
         run(options.names, options.out, options.quick, options.device)

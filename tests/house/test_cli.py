@@ -90,7 +90,7 @@ def test_doctor_prints_facts_and_repairs(capsys, monkeypatch) -> None:
 
 def test_bench_lists_names(capsys) -> None:
     assert cli.main(["bench"]) == 0
-    assert "cache" in capsys.readouterr().out
+    assert "cache          The radix cache beside a plain Python tree" in capsys.readouterr().out
     assert cli.main(["bench", "nothing"]) == 2
     assert "cache" in capsys.readouterr().err
 
