@@ -165,7 +165,9 @@ def _page(notebook, title: str, pages: set[str]) -> str:
     templates = exporter.environment.loader
     assert templates is not None
     dark, *_ = templates.get_source(exporter.environment, "static/theme-dark.css")
-    body = body.replace("</head>", f"<style>@media (prefers-color-scheme: dark) {{{dark}}}</style></head>", 1)
+    whole_words = ".jp-OutputArea-output pre{word-break:normal;overflow-wrap:anywhere}"
+    styles = f"<style>{whole_words}@media (prefers-color-scheme: dark) {{{dark}}}</style>"
+    body = body.replace("</head>", f"{styles}</head>", 1)
 
     body = re.sub(r'<img (?:alt="[^"]*" )?src="data:image/svg\+xml;base64,([^"]+)"', _described, body)
 

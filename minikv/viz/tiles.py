@@ -103,9 +103,14 @@ def _frame(
     for t, one in enumerate(states):
         x = canvas.margin + one["start"] * cell
         kind = "computed" if t == now else "plain" if t < now else "free"
+        owner = None if kind == "free" else look
         for i in range(one["stop"] - one["start"]):
             at = one["start"] + i
-            canvas.token(x + i * cell, y, texts[at] if texts else at, kind, look if kind != "free" else None, size=cell)
+            masked = t <= now and one["scores"][i] == -math.inf  # has no weight: grey, and struck through
+            mark = "evicted" if masked else kind
+            canvas.token(x + i * cell, y, texts[at] if texts else at, mark, None if masked else owner, size=cell)
+            if masked:
+                canvas.line(x + i * cell + 3, y + cell - 3, x + (i + 1) * cell - 3, y + 3, stroke=style.MUTED)
             canvas.text(
                 x + (i + 0.5) * cell,
                 y + cell + 14,
@@ -150,7 +155,7 @@ def _numbers(states: list[dict[str, Any]], now: int, width: int) -> list[tuple[s
         values = [_short(at["m"]), _short(at["alpha"]), _short(at["l"]), _vector(at["acc"]), _vector(answer)]
         how = [
             f"max({_short(before['m'])}, {_short(at['scores'].max())})",
-            f"exp({_short(before['m'])} − {_short(at['m'])})",
+            f"exp({_short(before['m'])} − {_short(at['m'])})" if before["m"] > -math.inf else "nothing before: 0",
             f"{_short(before['l'])}·α + {_short(at['p'].sum())}",
             f"{_vector(before['acc'])}·α + p·V",
             "acc / l",
