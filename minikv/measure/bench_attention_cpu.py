@@ -40,7 +40,7 @@ def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "c
     dict
         ``rows``: one per batch. "ours, first layer": ``decode_attention`` as it stands; "ours, further layer": what a
         model's other layers pay, once the step's padding is worked out; "gather + SDPA": per request, the usual way
-        without a paged kernel; "unpaged SDPA": on keys that need no gathering, with all requests as long as the longest.
+        without a paged kernel; "unpaged SDPA": on keys that need no gathering, all requests as long as the longest.
         The two "times" compare "ours, further layer" with the column before: above 1 ours is faster.
     """
     from minikv.measure.limits import copy_bandwidth
