@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,11 +43,17 @@ class Lab:
         return f"http://127.0.0.1:{self.port}/lab/tree/{notebook}?token={self.token}&reset"
 
     def api(self, path: str, method: str = "GET") -> Any:
-        """What the server's REST interface answers."""
+        """What the server's REST interface answers; asked again if a kernel ended while the server listed it (500)."""
         address = f"http://127.0.0.1:{self.port}/api/{path}"
         request = urllib.request.Request(address, method=method, headers={"Authorization": f"token {self.token}"})
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.loads(answer.read() or "null")
+        for attempt in range(10):
+            try:
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    return json.loads(answer.read() or "null")
+            except urllib.error.HTTPError as e:
+                if e.code != 500 or attempt == 9:
+                    raise
+                time.sleep(0.5)
 
     def end_kernels(self) -> None:
         for kernel in self.api("kernels"):
