@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,10 @@ import numpy as np
 
 from minikv.errors import ArgumentError, Error
 from minikv.lessons.budget import OutOfSteps, limited
+from minikv.lessons.cells import Names
 from minikv.lessons.compare import first_difference, plain
+from minikv.lessons.picture import draw
+from minikv.viz.style import Drawing
 
 NOTEBOOKS = ("00", "01", "02", "03", "04", "05", "06", "07", "08")
 
@@ -65,7 +69,9 @@ class Exercise:
     hints
         Three, each saying more than the one before.
     picture
-        ``picture(case, expected, got)`` draws the failing state: a ``viz.style.Drawing``, or text.
+        ``picture(case, expected, got)`` draws the failing state as a ``viz.style.Drawing``; it stands above expected
+        and got side by side, or alone when `alone` says so, as it must where `oracle` gives no result of the kind asked
+        for. ``parts`` name the parts of a result, level by level.
     run
         ``run(function, *args)`` calls the learner's function when it is more than one plain call.
     rounds, steps
@@ -82,7 +88,9 @@ class Exercise:
     oracle: Callable[..., Any]
     hints: tuple[str, str, str]
     judge: Callable[[Case, Any, Any], str | None] | None = None
-    picture: Callable[[Case, Any, Any], Any] | None = None
+    picture: Callable[[Case, Any, Any], Drawing | None] | None = None
+    alone: bool = False
+    parts: Names = ()
     run: Callable[..., Any] | None = None
     rounds: int = 50
     steps: int = 100_000
@@ -118,8 +126,9 @@ class Verdict:
     case: Case | None = None
     expected: Any = None
     got: Any = None
-    drawing: Any = None
+    drawing: Drawing | str | None = None
     hints: tuple[str, ...] = field(default=(), repr=False)
+    shown: bool = field(default=False, repr=False)
 
     def __bool__(self) -> bool:
         return self.passed
@@ -137,7 +146,7 @@ class Verdict:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         bundle = {"text/plain": repr(self)}
-        if self.drawing is not None and hasattr(self.drawing, "svg"):
+        if isinstance(self.drawing, Drawing) and not self.shown:  # else it would stand twice under one cell
             bundle["image/svg+xml"] = self.drawing.svg
         return bundle
 
@@ -190,11 +199,21 @@ def check(id: str, function: Callable[..., Any], *, quiet: bool = False) -> Verd
         verdict = Verdict(str(id), False, str(e))
     if not quiet:
         print(f"{'solved' if verdict.passed else 'not yet'}: {verdict.exercise}: {verdict.message}")
-        if verdict.drawing is not None and not hasattr(verdict.drawing, "svg"):
-            print(verdict.drawing)
         if verdict.hints and not verdict.passed:
             print("stuck? verdict = check(...); verdict.hint(1), then 2 and 3")
+        if verdict.drawing is not None:
+            verdict.shown = _show(verdict.drawing)
     return verdict
+
+
+def _show(drawing: Drawing | str) -> bool:
+    """Show the picture in a notebook (then true), print its text elsewhere."""
+    shell = sys.modules.get("IPython")
+    if isinstance(drawing, str) or shell is None or shell.get_ipython() is None:
+        print(drawing)
+        return False
+    shell.display.display(drawing)
+    return True
 
 
 def _judge(task: Exercise, function: Any) -> Verdict:
@@ -219,7 +238,13 @@ def _judge(task: Exercise, function: Any) -> Verdict:
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # exit() in an answer must not end the learner's session
-            return failed(f"{shown} raised {_raised(e)}", cases=done, case=case, expected=expected)
+            return failed(
+                f"{shown} raised {_raised(e)}",
+                cases=done,
+                case=case,
+                expected=expected,
+                drawing=draw(task, case, expected, e),
+            )
         try:
             problem = task.wrong(case, expected, got)
         except Exception as e:  # an answer of a shape that no judge foresaw
@@ -228,7 +253,7 @@ def _judge(task: Exercise, function: Any) -> Verdict:
             cause = _known_cause(task, function)
             message = f"{shown}: {problem}" + (f". This looks like: {cause}" if cause else "")
             return failed(
-                message, cases=done, case=case, expected=expected, got=got, drawing=_draw(task, case, expected, got)
+                message, cases=done, case=case, expected=expected, got=got, drawing=draw(task, case, expected, got)
             )
         done += 1
     return Verdict(task.id, True, f"{done} cases right", cases=done, hints=task.hints)
@@ -263,15 +288,6 @@ def _raised(e: BaseException) -> str:
     except Exception:
         text = "(no message)"
     return f"{type(e).__name__}: {text} (in {last.name}, line {last.lineno})"
-
-
-def _draw(task: Exercise, case: Case, expected: Any, got: Any) -> Any:
-    if task.picture is None:
-        return None
-    try:
-        return task.picture(case, expected, got)
-    except Exception as e:  # a wrong answer of any shape may not be drawable, and the verdict must still come
-        return f"(no picture: {type(e).__name__})"
 
 
 def mistakes(task: Exercise) -> list[Mistake]:

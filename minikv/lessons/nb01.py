@@ -85,6 +85,7 @@ STEP = Exercise(
     oracle=_requests_oracle,
     run=_run_steps,
     judge=_judge_steps,
+    parts=[[f"request {i}," for i in range(1, 5)], [f"position {i}" for i in range(8)]],
     rounds=20,
     hints=(
         "Project first, append second, attend third. Does the new token see itself?",

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from minikv.lessons.engine import Case, Exercise
+from minikv.lessons.states import events, memory_state
+from minikv.viz.style import Drawing, many
 
 # A trace is a list of ("alloc", name, size) and ("free", name); freeing a refused request does nothing.
 
@@ -29,16 +31,18 @@ def _first_fit_oracle(capacity: int, trace: list[Any]) -> list[int | None]:
     return starts
 
 
-def _trace_picture(case: Case, expected: Any, got: Any) -> str:
+def _first_fit_picture(case: Case, expected: Any, got: Any) -> Drawing:
+    """Memory before the first alloc that got another address than it should."""
     capacity, trace = case.args
-    cells, starts, lines = ["."] * capacity, iter(expected), []
-    for event in trace:
-        if event[0] == "alloc" and (start := next(starts)) is not None:
-            cells[start : start + event[2]] = [str(event[1])[:1]] * event[2]
-        elif event[0] == "free":
-            cells = ["." if cell == str(event[1])[:1] else cell for cell in cells]
-        lines.append(f"  {''.join(cells)}   after {event}")
-    return "memory, first fit:\n" + "\n".join(lines[:14])
+    come = got if isinstance(got, list | tuple) else []
+    wrong = next((i for i, (a, b) in enumerate(zip(expected, come, strict=False)) if a is not b and a != b), len(come))
+    allocs = [i for i, event in enumerate(trace) if event[0] == "alloc"]
+    if not allocs:
+        return memory_state(capacity, [], [], "Memory without any request")
+    wrong = min(wrong, len(allocs) - 1)
+    _, name, size = trace[allocs[wrong]]
+    title = f"Memory when {name} asks for {many(size, 'cell')}"
+    return memory_state(capacity, trace[: allocs[wrong] + 1], expected, title, f"alloc number {wrong}, counted from 0")
 
 
 def _first_fit_grid() -> Iterator[Case]:
@@ -92,7 +96,7 @@ FIRST_FIT = Exercise(
     grid=_first_fit_grid,
     random=_first_fit_random,
     oracle=_first_fit_oracle,
-    picture=_trace_picture,
+    picture=_first_fit_picture,
     hints=(
         "A list of cells, each None or a name, is the simplest state.",
         "A start i is good when all of cells[i : i + size] are free and i + size <= capacity.",
@@ -124,6 +128,18 @@ def _with_starts(trace: Any, starts: list[int | None]) -> Iterator[tuple[Any, in
         yield event, starts.pop(0) if event[0] == "alloc" else None
 
 
+def _refused_picture(case: Case, expected: Any, got: Any) -> Drawing:
+    """Memory before the last alloc of the learner's trace, as far as it is one."""
+    (capacity,) = case.args
+    trace = events(got)
+    starts = _first_fit_oracle(capacity, trace)
+    last: tuple[Any, ...] = trace[-1] if trace else ("free", "")
+    asked = f"{last[1]} asks for {many(last[2], 'cell')}" if last[0] == "alloc" else "your trace ends"
+    return memory_state(
+        capacity, trace, starts, f"Memory when {asked}", f"after {many(len(trace), 'event')} of your trace"
+    )
+
+
 REFUSED = Exercise(
     id="03-refused",
     title="Refused, though enough is free",
@@ -140,6 +156,8 @@ REFUSED = Exercise(
     random=lambda rng: Case((int(rng.integers(3, 200)),)),
     oracle=lambda capacity: capacity,
     judge=_judge_refused,
+    picture=_refused_picture,
+    alone=True,
     hints=(
         "Fill the memory with small requests, then free some that are not neighbours.",
         "With three requests of one cell, freeing the first and the last leaves two free cells apart.",

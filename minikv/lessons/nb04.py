@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from minikv.lessons.engine import Case, Exercise
+from minikv.lessons.states import alloc_state, page_state
+from minikv.viz.style import Drawing
 
 # ---------------------------------------------------------------------------------------------- oracles, token by token
 
@@ -122,25 +124,17 @@ def _extend_random(rng: np.random.Generator) -> Case:
     return Case((sorted(pages[: int(rng.integers(0, 24))]), prefix, total, last, p))
 
 
-def _draw_pages(case: Case, expected: Any, got: Any) -> str:
-    """The pages of a case as text, one row for what was expected and one for what came."""
-    page_size = case.args[-1] if isinstance(case.args[-1], int) else 4
+def _first_wrong(expected: Any, got: Any) -> int:
+    """Number of the first new slot that is not as expected; 0 when that cannot be said."""
+    pairs = zip(expected, got, strict=False) if isinstance(got, list | tuple) and expected else ()
+    return next((i for i, (a, b) in enumerate(pairs) if type(b) is not int or a != b), 0)
 
-    def row(name: str, slots: Any) -> str:
-        if not isinstance(slots, list | tuple) or not all(isinstance(s, int) for s in slots):
-            return f"  {name:<9} {slots}"
-        pages: dict[int, list[str]] = {}
-        for order, slot in enumerate(slots):
-            pages.setdefault(slot // page_size, ["."] * page_size)[slot % page_size] = str(order)
-        return f"  {name:<9} " + " ".join(f"page {n} [{' '.join(cells)}]" for n, cells in sorted(pages.items()))
 
-    pair = isinstance(got, tuple | list) and len(got) == 2
-    return (
-        "new tokens 0, 1, 2 ... in their pages:\n"
-        + row("expected", expected[0])
-        + "\n"
-        + row("yours", got[0] if pair else got)
-    )
+def _extend_picture(case: Case, expected: Any, got: Any) -> Drawing:
+    free, prefix, total, last, page_size = case.args
+    wrong = _first_wrong(expected[0], got[0] if isinstance(got, list | tuple) and got else None)
+    counts = [b - a for a, b in zip(prefix, total, strict=True)]
+    return alloc_state(free, prefix, last, counts, expected, page_size, wrong)
 
 
 ALLOC_EXTEND = Exercise(
@@ -161,7 +155,8 @@ ALLOC_EXTEND = Exercise(
     random=_extend_random,
     oracle=_extend_oracle,
     judge=_judge_pair,
-    picture=_draw_pages,
+    picture=_extend_picture,
+    parts=[("slots", "free pages left")],
     hints=(
         "Write it for one token at a time first: when does a token open a new page?",
         "A token at position t opens a page exactly when t % page_size == 0; else its slot is the last slot + 1.",
@@ -196,6 +191,17 @@ def _decode_random(rng: np.random.Generator) -> Case:
     )
 
 
+def _decode_picture(case: Case, expected: Any, got: Any) -> Drawing:
+    """The step of the walk that goes wrong first."""
+    free, lengths, last, page_size, _ = case.args
+    steps = got if isinstance(got, list) else []
+    at = next((i for i, (a, b) in enumerate(zip(expected, steps, strict=False)) if a != b), 0)
+    if at:
+        last, free = expected[at - 1]
+    wrong = _first_wrong(expected[at][0], steps[at][0] if steps else None)
+    return alloc_state(free, [n + at for n in lengths], last, [1] * len(lengths), expected[at], page_size, wrong)
+
+
 ALLOC_DECODE = Exercise(
     id="04-alloc-decode",
     title="alloc_decode: one more token for everybody",
@@ -214,6 +220,8 @@ ALLOC_DECODE = Exercise(
     oracle=_decode_walk_oracle,
     run=_decode_walk,
     judge=_judge_walk,
+    picture=_decode_picture,
+    parts=[[f"step {i}:" for i in range(1, 12)], ("slots", "free pages left")],
     hints=(
         "`seq_lens` already counts the new token. At which position does it lie?",
         "Its position is seq_len - 1, so it opens a page when (seq_len - 1) % page_size == 0.",
@@ -259,6 +267,9 @@ SLOTS_OF = Exercise(
         )
     ),
     oracle=_slots_oracle,
+    picture=lambda case, expected, got: page_state(
+        [], case.args[2], [(expected, 0)], 0, "The page table of this request"
+    ),
     hints=(
         "Which page holds token t, and which place in it?",
         "Token t lies in pages[t // page_size] at offset t % page_size.",
@@ -301,6 +312,13 @@ POSITION_OF = Exercise(
         )
     ),
     oracle=_position_oracle,
+    picture=lambda case, expected, got: page_state(
+        [],
+        case.args[3],
+        [(_slots_oracle(case.args[0], case.args[1], case.args[3]), 0)],
+        0,
+        f"Who looks for slot {case.args[2]}: page {case.args[2] // case.args[3]}, offset {case.args[2] % case.args[3]}",
+    ),
     hints=(
         "Undo slot = page * page_size + offset.",
         "page, offset = divmod(slot, page_size); then find the page's place in the row.",

@@ -136,6 +136,7 @@ PAGED_DECODE = Exercise(
         kv_heads=groups,
     ),
     oracle=_paged_oracle,
+    parts=[[f"head {i}" for i in range(4)]],
     judge=_judge_numbers,
     rounds=20,
     hints=(

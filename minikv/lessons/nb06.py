@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from minikv.lessons.cells import word
 from minikv.lessons.engine import Case, Exercise
+from minikv.lessons.picture import attempt, side_by_side, stack
+from minikv.lessons.states import nested, tree_state
+from minikv.viz.style import Drawing
 
 # A tree in these exercises is plain data: {"key": [...], "slots": [...], "children": {first token: node}};
 # the root's key and slots are empty.
@@ -56,17 +60,26 @@ def _sequences(rng: np.random.Generator, count: int) -> list[tuple[list[int], li
     return rows
 
 
-def draw_tree(node: dict[str, Any], indent: str = "  ") -> str:
-    """A tree as indented text."""
-    lines = []
-    for child in node.get("children", {}).values():
-        lines.append(f"{indent}{child['key']} in slots {child['slots']}")
-        lines.append(draw_tree(child, indent + "    "))
-    return "\n".join(line for line in lines if line)
+def _picture(case: Case, expected: Any, got: Any) -> Drawing:
+    """The tree before the call, what the prompt shares with it hatched."""
+    root, tokens, *slots = case.args
+    shared = len(_match_oracle(root, tokens))
+    note = f"insert {tokens} with slots {slots[0]}" if slots else f"look up {tokens}"
+    return tree_state(nested(root, tokens), 1, title="The tree before the call", note=note, reused=shared)
 
 
-def _picture(case: Case, expected: Any, got: Any) -> str:
-    return "the tree before the call:\n" + (draw_tree(case.args[0]) or "  (empty)")
+def _insert_picture(case: Case, expected: Any, got: Any) -> Drawing:
+    """The trees before the call, as it should be after it, and as it is."""
+
+    def after(title: str, result: Any) -> Drawing:
+        note = f"insert returned {word(result[0])}"
+        return tree_state(nested(result[1]), 1, title=title, note=note)
+
+    yours = attempt(lambda: after("Your tree after the call", got) if isinstance(got[1], dict) else None) or attempt(
+        lambda: side_by_side(expected, got)
+    )
+    drawings = [_picture(case, expected, got), after("The tree as it should be after the call", expected), yours]
+    return stack(*(drawing for drawing in drawings if drawing is not None))
 
 
 # ------------------------------------------------------------------------------------------------------ match_prefix
@@ -205,8 +218,9 @@ INSERT_SPLIT = Exercise(
     random=_insert_random,
     oracle=_insert_oracle,
     run=_run_insert,
+    alone=True,
     judge=_judge_insert,
-    picture=_picture,
+    picture=_insert_picture,
     hints=(
         "Walk down as in match_prefix and remember how many tokens you have passed.",
         "If only n tokens of a child's key agree, make a new node of key[:n] and hang the shortened child under key[n].",
@@ -261,6 +275,7 @@ WHY_ZERO = Exercise(
         (int(rng.integers(1, 60)), int(rng.choice([1, 2, 4, 16])), bool(rng.random() < 0.8), bool(rng.random() < 0.8))
     ),
     oracle=_why_oracle,
+    parts=[("cached tokens", "reason")],
     hints=(
         "How many tokens does the second lookup ask for?",
         "It asks for length - 1 tokens, and gets whole pages of them.",

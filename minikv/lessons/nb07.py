@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from minikv.lessons.engine import Case, Exercise
+from minikv.lessons.states import cache_state, tree_state
+from minikv.viz.style import Drawing, shorten
 
 # -------------------------------------------------------------------------------------------------- page floor rule
 
@@ -55,6 +57,9 @@ PAGE_FLOOR = Exercise(
     grid=_floor_grid,
     random=_floor_random,
     oracle=_floor_oracle,
+    picture=lambda case, expected, got: cache_state(
+        [case.args[0]], case.args[1], case.args[2], "The node's pages, and what a prompt can share"
+    ),
     hints=(
         "Count the tokens that agree from the left first.",
         "Stop at the first token that differs; what follows does not count even if it agrees.",
@@ -105,6 +110,10 @@ PLAN_PREFILL = Exercise(
     grid=_plan_grid,
     random=_plan_random,
     oracle=_plan_oracle,
+    picture=lambda case, expected, got: cache_state(
+        case.args[1], case.args[0][:-1], case.args[2], "The cached pages, and what this prompt can use"
+    ),
+    parts=[("cached", "to run")],
     judge=lambda case, expected, got: (
         None
         if isinstance(got, tuple | list) and list(got) == expected
@@ -172,6 +181,19 @@ def _evict_random(rng: np.random.Generator) -> Case:
     return Case((nodes, int(rng.integers(0, 40))))
 
 
+def _evict_picture(case: Case, expected: Any, got: Any) -> Drawing:
+    """The tree before the call; what has to go is struck through."""
+    nodes, num_tokens = case.args
+    number = {node["name"]: i for i, node in enumerate(nodes)}
+    plain = [
+        {**n, "key": [number[n["name"]]] * n["tokens"], "up": number.get(n["parent"]), "evicted": n["name"] in expected}
+        for n in nodes
+    ]
+    order = ", in this order" if len(expected) > 1 else ""
+    note = f"evict {num_tokens} tokens: {shorten(', '.join(expected) or 'nothing', 40)} must go{order}"
+    return tree_state(plain, 4, title="The tree before the call", note=note, texts=list(number))
+
+
 EVICT = Exercise(
     id="07-evict-leaves",
     title="Evict from the leaves, and never what is locked",
@@ -187,6 +209,7 @@ EVICT = Exercise(
     grid=_evict_grid,
     random=_evict_random,
     oracle=_evict_oracle,
+    picture=_evict_picture,
     hints=(
         "Which nodes may go at all? Find them again after each removal.",
         "A leaf is a node whose name is nobody's parent among the nodes still there.",
@@ -256,6 +279,7 @@ DUPLICATE = Exercise(
     grid=_duplicate_grid,
     random=_duplicate_random,
     oracle=_duplicate_oracle,
+    parts=[("free", "new row")],
     judge=lambda case, expected, got: (
         None
         if isinstance(got, tuple | list) and [list(part) for part in got] == expected

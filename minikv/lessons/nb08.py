@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from minikv.lessons.engine import Case, Exercise
+from minikv.lessons.states import batch_state, order_state
+from minikv.viz.style import Drawing
 
 # ------------------------------------------------------------------------------------------------- metadata arrays
 
@@ -71,6 +73,7 @@ ARRAYS = Exercise(
     grid=_arrays_grid,
     random=_arrays_random,
     oracle=_arrays_oracle,
+    picture=lambda case, expected, got: batch_state(expected, case.args[1]),
     hints=(
         "An indptr is a running sum that begins with 0.",
         "The slot of prefix token t is pages[t // page_size] * page_size + t % page_size.",
@@ -105,6 +108,15 @@ def _judge_order(case: Case, expected: int, got: Any) -> str | None:
     return None if computed == expected else f"order {list(got)} computes {computed} tokens; {expected} are enough"
 
 
+def _order_picture(case: Case, expected: int, got: Any) -> Drawing:
+    """The prompts in the order that came, or as they stand when that is none."""
+    prompts, every = case.args[0], list(range(len(case.args[0])))
+    whole = isinstance(got, list | tuple) and len(got) == len(every) and all(type(i) is int for i in got)
+    if whole and sorted(got) == every:
+        return order_state(prompts, list(got), expected, "Your order of these prompts")
+    return order_state(prompts, every, expected, "The prompts as they came (no order of them was returned)")
+
+
 def _order_grid() -> Iterator[Case]:
     yield Case(([],), "no requests")
     yield Case(([[1, 2]],), "one request")
@@ -133,6 +145,8 @@ ORDER = Exercise(
     random=_order_random,
     oracle=_order_oracle,
     judge=_judge_order,
+    picture=_order_picture,
+    alone=True,
     hints=(
         "Think of the prompts as paths in a tree. Which walk through the tree visits each edge once?",
         "A depth-first walk does: it finishes a family before it begins the next.",
