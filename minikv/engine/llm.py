@@ -1,4 +1,4 @@
-"""The engine: prompts in, text out. The loop is :meth:`LLM._advance`."""
+"""The engine: prompts in, text out. The loop is :meth:`LLM._advance`; `ahead.py` overlaps its steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from minikv import models
 from minikv.attention.backend import AttentionBackend
 from minikv.device import pick_device
-from minikv.engine.ahead import Flight, Landing, follow, landed
+from minikv.engine.ahead import Ahead
 from minikv.engine.batch import Batch
 from minikv.engine.build import (
     KV_DTYPES,
@@ -30,7 +30,7 @@ from minikv.engine.grammar import Grammars
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
 from minikv.engine.request import Delta, Output, Request, State
-from minikv.engine.sampler import Sampled, Sampler
+from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
 from minikv.engine.stats import Stats
 from minikv.engine.text import TextStream
@@ -141,8 +141,7 @@ class LLM:
             graphs, self._decode_step, decoder=self.decoder, attention=self.attention, max_requests=max_requests,
             progress=progress,
         )  # fmt: skip
-        self._runs_ahead, self._landing = self.device.type == "cuda", Landing(self.device, max_requests)
-        self._flight: Flight | None = None  # the step that was launched before its turn
+        self._ahead = Ahead(self, max_requests)
         self._ids = itertools.count(1)
         self._news: deque[Delta] = deque()  # for step(): deltas of requests that add() took
 
@@ -174,10 +173,9 @@ class LLM:
             for request in pending:
                 self.scheduler.add(request)
             while pending := [r for r in pending if r.state is not State.FINISHED]:
-                self._advance(ahead=True)
+                self._ahead.advance()
         finally:  # an interrupt leaves nothing behind
-            if self._flight is not None:
-                self._advance()
+            self._ahead.land()
             for request in pending:
                 self.abort(request.id)
             self._deliver([])
@@ -257,35 +255,21 @@ class LLM:
 
     # ---- the loop
 
-    def _advance(self, ahead: bool = False) -> None:
-        """One step: schedule, run the model, sample, record, tell.
-
-        `ahead`: launch the next step, too, where it does not depend on what this one's tokens are.
-        """
-        flight, self._flight = self._flight, None
-        batch = self.scheduler.next_batch() if flight is None else flight.batch
+    def _advance(self) -> None:
+        """One step: schedule, run the model, sample, record, tell."""
+        batch = self.scheduler.next_batch()
         if batch is None:
             return self._deliver([])
         try:
             with torch.inference_mode():
-                variant = "greedy" if flight else self._variant(batch)
-                out = flight.out if flight else self._forward(batch, variant)
-                if flight is None and ahead and variant == "greedy" and self._runs_ahead:
-                    flight = self._landing.flight(batch, out)
-                if flight is not None:
-                    if ahead and (following := follow(self.scheduler, flight)) is not None:
-                        self._flight = self._landing.flight(following, self.runner(following, "greedy"))
-                    batch, tokens = landed(flight)
-                    sampled = Sampled(tokens)
-                else:
-                    choose = self.sampler if variant == "logits" else self.sampler.read
-                    sampled = choose(out, batch.sampled)
+                variant = self._variant(batch)
+                out = self._forward(batch, variant)
+                choose = self.sampler if variant == "logits" else self.sampler.read
+                sampled = choose(out, batch.sampled)
         except BaseException:  # an interrupt, or no memory: the requests of this step will run it again
-            self._flight = None
             self.scheduler.rollback()
             raise
-        if batch.requests:
-            self.scheduler.process(batch, sampled.tokens, sampled.logprobs)
+        self.scheduler.process(batch, sampled.tokens, sampled.logprobs)
         self._deliver(batch.sampled)
 
     def _variant(self, batch: Batch) -> str:

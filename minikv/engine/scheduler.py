@@ -89,6 +89,11 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self.waiting or self.prefilling or self.running)
 
+    @property
+    def decodes_fit(self) -> bool:
+        """Whether every running request can take its next token without eviction or retraction."""
+        return self._decode_need() <= self.allocator.available_size()
+
     def check_prompt(self, length: int) -> None:
         """Raise ArgumentError for a prompt length that could never run."""
         if length < 1:

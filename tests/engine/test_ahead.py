@@ -30,7 +30,7 @@ class Greedy:
 
 def engines(**options: Any) -> tuple[LLM, LLM]:
     plain, ahead = (LLM("tiny", graphs=False, **{**OPTIONS, "kv_tokens": 512, **options}) for _ in range(2))
-    ahead.runner, ahead._runs_ahead = Greedy(ahead), True
+    ahead.runner, ahead._ahead.enabled = Greedy(ahead), True
     return plain, ahead
 
 
@@ -54,7 +54,7 @@ def test_tokens_are_the_same_and_nothing_is_left(options) -> None:
         assert [(o.token_ids, o.text, o.finish_reason) for o in got] == [
             (o.token_ids, o.text, o.finish_reason) for o in want
         ]
-        assert ahead._flight is None
+        assert ahead._ahead.flight is None
         ahead.cache.check(owned=())
         assert ahead.allocator.available_size() + ahead.cache.evictable_size == ahead.allocator.size
     assert ahead.stats().generated_tokens == plain.stats().generated_tokens
@@ -75,7 +75,7 @@ def test_single_steps_and_streams_never_run_ahead() -> None:
     ahead.add([5, 6], params)
     while ahead.has_work:
         ahead.step()
-        assert ahead._flight is None
+        assert ahead._ahead.flight is None
     assert len(list(ahead.stream([5, 6], params))) == 9
     assert all(ahead.runner.known)
 
@@ -119,7 +119,7 @@ def test_graphs_run_ahead_on_the_gpu() -> None:
     for seed in range(3):
         prompts, params = load(10, seed)
         found = []
-        for llm._runs_ahead in (False, True):
+        for llm._ahead.enabled in (False, True):
             outs = llm.generate(prompts, params)
             found.append([(o.token_ids, o.finish_reason) for o in outs])
             llm.cache.check(owned=())
