@@ -25,6 +25,4 @@ def test_printed_sources_are_current(path: Path) -> None:
         with contextlib.redirect_stdout(printed):
             exec(cell.source, names)
         committed = "".join(o.text for o in cell.outputs if o.output_type == "stream")
-        assert committed == printed.getvalue(), (
-            f"run {path.name} again: the code that cell {cell.id} prints has changed"
-        )
+        assert committed == printed.getvalue(), f"run {path.name} again: what cell {cell.id} prints has changed"
