@@ -37,9 +37,8 @@ def follow(scheduler: Scheduler, flight: Flight) -> Batch | None:
     It may when somebody waits, when a request will have all its tokens, or when pages would have to be evicted.
     """
     last, allocator = flight.batch, scheduler.allocator
-    if scheduler.waiting or scheduler.prefilling or scheduler.running != last.requests:
-        return None
-    if any(r.length + 1 >= r.capacity for r in last.requests):
+    others = scheduler.waiting or scheduler.prefilling or scheduler.running != last.requests
+    if others or any(r.length + 1 >= r.capacity for r in last.requests):
         return None
     lens = last.seq_lens + 1
     if int((last.seq_lens % scheduler.page_size == 0).sum()) * scheduler.page_size > allocator.available_size():
@@ -60,8 +59,7 @@ def landed(flight: Flight) -> tuple[Batch, list[int]]:
     if len(live) == len(tokens):
         return batch, tokens
     at = torch.tensor(live, dtype=torch.int64)
-    names = ("positions", "rows", "prefix_lens", "seq_lens")
-    parts = {name: getattr(batch, name)[at] for name in names}
+    parts = {name: getattr(batch, name)[at] for name in ("positions", "rows", "prefix_lens", "seq_lens")}
     requests = [batch.requests[i] for i in live]
     batch = replace(batch, requests=requests, sampled=requests, logits_at=torch.arange(len(live)),
                     out_slots=batch.out_slots[at.to(batch.out_slots.device)], **parts)  # fmt: skip
@@ -97,8 +95,8 @@ class Landing:
 class Ahead:
     """Takes an engine's steps as ``LLM._advance`` does, but overlaps the greedy decode steps of the same requests.
 
-    `flight` is the step that was launched before its turn, if there is one. Not `enabled` on a CPU: no device that could
-    work meanwhile.
+    `flight` is the step that was launched before its turn, if there is one. On a CPU it is not `enabled`: there is no
+    device that could work meanwhile.
     """
 
     def __init__(self, llm: LLM, most: int) -> None:
@@ -119,8 +117,7 @@ class Ahead:
 
     def _steady(self) -> bool:
         """Whether the next step is a greedy decode for which nobody joins, leaves or loses pages."""
-        llm = self.llm
-        now = llm.scheduler
+        llm, now = self.llm, self.llm.scheduler
         if not self.enabled or not now.running or now.waiting or now.prefilling or not now.decodes_fit:
             return False
         return llm.sampler.variant(now.running) == "greedy" and "greedy" in llm.runner.variants

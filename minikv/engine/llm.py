@@ -141,8 +141,7 @@ class LLM:
             graphs, self._decode_step, decoder=self.decoder, attention=self.attention, max_requests=max_requests,
             progress=progress,
         )  # fmt: skip
-        self._ahead = Ahead(self, max_requests)
-        self._ids = itertools.count(1)
+        self._ahead, self._ids = Ahead(self, max_requests), itertools.count(1)
         self._news: deque[Delta] = deque()  # for step(): deltas of requests that add() took
 
     # ---- whole prompts
