@@ -247,7 +247,9 @@ def _judge(task: Exercise, function: Any) -> Verdict:
             )
         try:
             problem = task.wrong(case, expected, got)
-        except Exception as e:  # an answer of a shape that no judge foresaw
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # an answer of a shape that no judge foresaw, or that runs code when it is looked at
             problem = f"the result, a {type(got).__name__}, is not of the kind that is asked for ({type(e).__name__})"
         if problem:
             cause = _known_cause(task, function)
@@ -325,5 +327,7 @@ def _outcome(task: Exercise, function: Callable[..., Any], case: Case) -> Any:
 def _same(a: Any, b: Any) -> bool:
     try:
         return first_difference(a, b) is None
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -108,6 +107,12 @@ def test_hostile_results_are_drawn_or_told(task) -> None:
             assert_picture(drawing)
 
 
+@pytest.mark.parametrize("id", ["00-pages-needed", "03-refused", "04-alloc-decode", "07-duplicate-insert"])
+def test_a_check_survives_hostile_results(id) -> None:
+    for got in [*HOSTILE, Bad(), [Bad(), Bad()], BadList([1])]:
+        assert not check(id, lambda *args, got=got: got, quiet=True)
+
+
 def test_a_result_that_cannot_be_read_is_told_in_words() -> None:
     verdict = check("00-pages-needed", lambda *a: BadList([1]), quiet=True)
     assert not verdict
@@ -177,4 +182,3 @@ def test_a_terminal_gets_words_and_a_notebook_the_picture_once(capsys) -> None:
     assert [sorted(output.data) for output in seen.outputs] == [["image/svg+xml", "text/plain"]]
     assert "^ differs" not in seen.stdout
     assert set(verdict._repr_mimebundle_()) == {"text/plain"}
-    assert json.dumps(verdict.message)

@@ -116,8 +116,10 @@ def test_the_exit_code_says_whether_all_is_solved(tmp_path, capsys) -> None:
     assert "1 of 1 exercises solved" in capsys.readouterr().out
     wrong = RIGHT.replace("-(-num_tokens // page_size)", "num_tokens // page_size")
     assert main(["check", str(_notebook(tmp_path / "00_wrong.ipynb", wrong, CHECK)), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    told = json.loads(out)
     assert (told["solved"], told["of"]) == (0, 1)
+    assert "svg" not in out, "grades are words; pictures are for the notebook"
 
 
 def test_not_a_notebook(tmp_path, capsys) -> None:
