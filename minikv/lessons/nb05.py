@@ -64,13 +64,17 @@ ONLINE = Exercise(
     id="05-online-softmax",
     title="The online softmax over two tiles",
     statement=(
-        "`scores1` `[n1]` and `values1` `[n1, d]` are the first tile, then comes the second. Return softmax(all scores) times all "
-        "values, shape `[d]`, but look at one tile at a time: keep a running maximum `m`, a running sum `l` and an accumulator "
-        "`acc`, and rescale them when the maximum grows. A score of -inf is a masked key; with no key left the result is 0.\n\n"
-        "Scores `[0, 0]` and `[0, 0]` give the mean of the four values."
+        "`scores1` `[n1]` and `values1` `[n1, d]` are the first tile, then comes the second (NumPy arrays, float64). Return "
+        "softmax(all scores) times all values, shape `[d]`, but look at one tile at a time: keep a running maximum `m`, a "
+        "running sum `l` and an accumulator `acc`, and rescale them when the maximum grows. A score of -inf is a masked key; "
+        "with no key left the result is 0. The check sees only the result, so one softmax over everything passes, too: the "
+        "walk is on your word.\n\n"
+        "Scores `[0, 0]` with values `[[2], [4]]` leave `m = 0`, `l = 2`, `acc = [6]`. Then the score `[1]` with value "
+        "`[[10]]` raises `m` to 1, so both are first multiplied by e⁻¹ = 0.368: `l = 0.736 + 1`, `acc = [2.207 + 10]`, and the "
+        "result is `[7.03]`."
     ),
     signature="def two_tiles(scores1: np.ndarray, values1: np.ndarray, scores2: np.ndarray, values2: np.ndarray) -> np.ndarray",
-    worked=_tiles([0.0, 0.0], [0.0, 0.0], "the worked case"),
+    worked=Case(tuple(map(np.array, ([0.0, 0.0], [[2.0], [4.0]], [1.0], [[10.0]]))), "the worked case"),
     grid=_tiles_grid,
     random=_tiles_random,
     oracle=_two_tiles_oracle,
@@ -120,9 +124,9 @@ PAGED_DECODE = Exercise(
     id="05-paged-decode",
     title="Decode through a page table",
     statement=(
-        "`q` `[heads, d]` is one new query; `k_pool`, `v_pool` `[slots, kv_heads, d]` are the pools of everybody; `pages` is the "
-        "request's page table row and `length` its number of tokens. Return the attention output `[heads, d]` with scale "
-        "1/sqrt(d). Query heads share KV heads in groups: head h reads KV head h * kv_heads // heads. "
+        "`q` `[heads, d]` is one new query; `k_pool`, `v_pool` `[slots, kv_heads, d]` are the pools of everybody (NumPy arrays, "
+        "float64); `pages` is the request's page table row, a list, and `length` its number of tokens. Return the attention "
+        "output `[heads, d]` with scale 1/sqrt(d). Query heads share KV heads in groups: head h reads KV head h * kv_heads // heads. "
         "Slots that hold no token of this request may contain anything, NaN included. No tokens: zeros."
     ),
     signature="def paged_decode(q: np.ndarray, k_pool: np.ndarray, v_pool: np.ndarray, pages: list[int], length: int, page_size: int) -> np.ndarray",

@@ -150,7 +150,7 @@ ORDER = Exercise(
     hints=(
         "Think of the prompts as paths in a tree. Which walk through the tree visits each edge once?",
         "A depth-first walk does: it finishes a family before it begins the next.",
-        "Sorting the prompts as lists gives a depth-first order: sorted(range(len(prompts)), key=prompts.__getitem__).",
+        "Python compares lists from the left, like words in a dictionary. Where do words that begin alike stand there?",
     ),
 )
 
