@@ -107,7 +107,7 @@ def _frame(
         for i in range(one["stop"] - one["start"]):
             at = one["start"] + i
             masked = t <= now and one["scores"][i] == -math.inf  # has no weight: grey, and struck through
-            mark = "evicted" if masked else kind
+            mark = "empty" if masked else kind
             canvas.token(x + i * cell, y, texts[at] if texts else at, mark, None if masked else owner, size=cell)
             if masked:
                 canvas.line(x + i * cell + 3, y + cell - 3, x + (i + 1) * cell - 3, y + 3, stroke=style.MUTED)
