@@ -165,8 +165,10 @@ def _page(notebook, title: str, pages: set[str]) -> str:
     templates = exporter.environment.loader
     assert templates is not None
     dark, *_ = templates.get_source(exporter.environment, "static/theme-dark.css")
-    whole_words = ".jp-OutputArea-output pre{word-break:normal;overflow-wrap:anywhere}"
-    styles = f"<style>{whole_words}@media (prefers-color-scheme: dark) {{{dark}}}</style>"
+    # Lines break between words, and what has no "Out [n]" beside it stands in the same column as what has.
+    ours = ".jp-OutputArea-output pre{word-break:normal;overflow-wrap:anywhere}"
+    ours += ".jp-OutputArea-prompt:empty{padding:var(--jp-code-padding);border:var(--jp-border-width) solid transparent}"
+    styles = f"<style>{ours}@media (prefers-color-scheme: dark) {{{dark}}}</style>"
     body = body.replace("</head>", f"{styles}</head>", 1)
 
     body = re.sub(r'<img (?:alt="[^"]*" )?src="data:image/svg\+xml;base64,([^"]+)"', _described, body)

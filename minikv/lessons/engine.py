@@ -200,7 +200,7 @@ def check(id: str, function: Callable[..., Any], *, quiet: bool = False) -> Verd
     if not quiet:
         print(f"{'solved' if verdict.passed else 'not yet'}: {verdict.exercise}: {verdict.message}")
         if verdict.hints and not verdict.passed:
-            print("stuck? verdict = check(...); verdict.hint(1), then 2 and 3")
+            print("stuck? verdict.hint(1), then verdict.hint(2) and verdict.hint(3)")
         if verdict.drawing is not None:
             verdict.shown = _show(verdict.drawing)
     return verdict
