@@ -167,7 +167,7 @@ def _page(notebook, title: str, pages: set[str]) -> str:
     dark, *_ = templates.get_source(exporter.environment, "static/theme-dark.css")
     # Lines break between words, and what has no "Out [n]" beside it stands in the same column as what has.
     ours = ".jp-OutputArea-output pre{word-break:normal;overflow-wrap:anywhere}"
-    ours += ".jp-OutputArea-prompt:empty{padding:var(--jp-code-padding);border:var(--jp-border-width) solid transparent}"
+    ours += ".jp-OutputArea-prompt:empty{padding:var(--jp-code-padding);border:1px solid transparent}"
     styles = f"<style>{ours}@media (prefers-color-scheme: dark) {{{dark}}}</style>"
     body = body.replace("</head>", f"{styles}</head>", 1)
 
