@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minikv.attention import torch_path
 from minikv.attention.indices import build_kv_indices, lay_out_rows, to_device
-from minikv.attention.options import Options, check_unified
+from minikv.attention.options import Options, check_layer
 from minikv.attention.padding import Rectangle
 from minikv.device import use_triton
 from minikv.errors import ArgumentError, StateError
@@ -224,9 +224,7 @@ class AttentionBackend:
         k_cache, v_cache = self.pool.k(layer), self.pool.v(layer)
         opts = self._options.get(options)
         if opts is None:
-            qo, (indptr, indices) = self._lists[0], self._lists
-            opts = check_unified(q, k_cache, v_cache, qo, indptr, indices, indptr[1:], **self._settings(options))
-            self._options[options] = opts
+            opts = self._options[options] = check_layer(q, k_cache, v_cache, *self._lists, **self._settings(options))
         return opts, k_cache, v_cache
 
     def _settings(self, options: LayerAttention) -> dict[str, Any]:

@@ -120,7 +120,22 @@ def check_unified(
     """Check the arguments of ``extend_attention_unified`` and gather its options; raises as :func:`check_extend`."""
     _check_tensors(q, k_cache, v_cache, kv_indptr, kv_indices, qo_indptr, max_extend_len, out)
     _expect_ints("prefix_lens", prefix_lens, kv_indptr.shape[0] - 1, q.device)
+    if q.device.type == "cpu":
+        new, listed = qo_indptr.diff(), kv_indptr.diff()
+        wrong = (new > 0) & ((prefix_lens < 0) | (prefix_lens + new != listed))
+        if wrong.any():
+            r = int(wrong.int().argmax())
+            need = f"{int(listed[r])} listed slots less {int(new[r])} new tokens"
+            raise ArgumentError("prefix_lens", int(prefix_lens[r]), f"of request {r} must be {need}")
     return _check_mask(_options(q, kv_indptr, **options), qo_indptr.diff(), kv_indptr.diff())
+
+
+def check_layer(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor, **options: Any
+) -> Options:
+    """Check what all forms have in common and gather the options; raises as :func:`check_extend`."""
+    _check_tensors(q, k_cache, v_cache, kv_indptr, kv_indices, None, None, None)
+    return _options(q, kv_indptr, **options)
 
 
 def check_decode(
@@ -173,7 +188,10 @@ def _check_tensors(
     if qo_indptr is not None:
         _expect_ints("qo_indptr", qo_indptr, kv_indptr.shape[0], q.device)
     if q.device.type == "cpu":  # looking at values on a device would wait for it
+        _check_bounds("kv_indptr", kv_indptr)
         _check_list(kv_indptr, kv_indices, slots)
+        if qo_indptr is not None:
+            _check_bounds("qo_indptr", qo_indptr, tokens)
     if max_extend_len is not None and max_extend_len < 0:
         raise ArgumentError("max_extend_len", max_extend_len, "must be the longest new part, or None to read it back")
     if out is not None:
@@ -181,6 +199,14 @@ def _check_tensors(
         _last_dim_dense("out", out)
         for name, read in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
             _expect_apart(out, name, read)
+
+
+def _check_bounds(name: str, indptr: Tensor, end: int | None = None) -> None:
+    """Bounds begin at 0, never fall, and pass no `end`: others would make kernels read and write foreign memory."""
+    if int(indptr[0]) != 0 or bool((indptr.diff() < 0).any()):
+        raise ArgumentError(name, indptr[:8].tolist(), "must begin with 0 and never fall")
+    if end is not None and int(indptr[-1]) > end:
+        raise ArgumentError(name, int(indptr[-1]), f"ends past the {end} rows of q")
 
 
 def _check_mask(opts: Options, new: Tensor, keys: Tensor) -> Options:

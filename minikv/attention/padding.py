@@ -198,7 +198,8 @@ def _pad(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectangle:
     table = torch.tensor(blocks, device=device)  # int64 [n, 13]
     column = dict(zip(Block._fields, table.T[..., None], strict=True))  # each [n, 1]
     real = None if even else (q_at < column["rows"]).flatten().nonzero().flatten()
-    q_pos = column["pos"] + q_at  # [n, N]
+    q_in = torch.minimum(q_at, column["rows"] - 1)  # [n, N]: padding sees what the last query sees
+    q_pos = column["pos"] + q_in
     temperature = None if opts.xai_temperature_len < 0 else _temperature(q_pos, column["request"], opts)
     if (
         plain
@@ -215,7 +216,7 @@ def _pad(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectangle:
     distance = q_pos[:, :, None] - k_pos  # [n, N, T]
     hidden = dead = None
     if opts.custom_mask is not None:
-        at = (column["mask_at"] + q_at * column["width"])[:, :, None] + k_pos
+        at = (column["mask_at"] + q_in * column["width"])[:, :, None] + k_pos
         asked = opts.custom_mask[at.clamp(max=opts.custom_mask.shape[0] - 1)]
         if opts.skip_prefix_mask:
             asked = asked | (k_pos < column["prefix"][:, :, None])

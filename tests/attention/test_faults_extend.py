@@ -10,7 +10,7 @@ import torch
 from cases import assert_close, attend, check, make_case, random_mask
 
 from minikv._triton import INTERPRETED, tl, triton
-from minikv.attention import decode_attention, extend_attention
+from minikv.attention import decode_attention, extend_attention, extend_attention_unified
 from minikv.attention.tiles import capability_of, extend_tiles, unified_tiles
 from minikv.errors import ArgumentError
 
@@ -220,3 +220,52 @@ def test_a_mask_that_is_too_short_is_refused(form):
     case.options["custom_mask"] = case.options["custom_mask"][:-1]
     with pytest.raises(ArgumentError, match=r"custom_mask.*too short: request 1 needs 2 × 5 entries from 6 on"):
         attend(form, case, "torch")
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_b62_blocks_of_unlike_size_hide_masked_keys(poison, way):
+    """Padding of the shorter request repeats its last query, and no other row of the mask."""
+    q = torch.ones(3, 1, 16, device=way.device)
+    pool = torch.ones(4, 1, 16, device=way.device)
+    values = pool.clone()
+    values[2] = poison
+    on = {"device": way.device}
+    lists = torch.tensor([0, 1, 3], **on), torch.tensor([0, 2, 3], **on), torch.tensor([1, 2, 3], **on)
+    mask = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1, 1], dtype=torch.bool, **on)
+    masked = {"custom_mask": mask, "mask_indptr": torch.tensor([0, 3, 9], **on)}
+    out = extend_attention(q, q, q, pool, values, *lists, backend=way.backend, **masked)
+    assert out[:, 0, 0].tolist() == [1, 1, 1]
+
+
+def test_b62_a_key_masked_for_all_of_a_long_request(way):
+    """More queries than one block: the last block is shorter."""
+    n = 300
+    case = make_case([5], [n], q_heads=1, kv_heads=1, device=way.device)
+    mask = torch.ones(n, n + 5, dtype=torch.bool, device=way.device)
+    mask[:, 3] = False
+    case.v_cache[case.prefix_indices[3].item()] = torch.nan
+    bounds = torch.tensor([0, mask.numel()], device=way.device)
+    case.options |= {"custom_mask": mask.flatten(), "mask_indptr": bounds}
+    assert attend("extend", case, way.backend).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [("qo_indptr", [-1, 2, 4]), ("qo_indptr", [0, 2, 6]), ("qo_indptr", [1, 2, 4]),
+     ("qo_indptr", [0, 5, 4]), ("kv_indptr", [0, 9, 1]), ("kv_indptr", [-1, 0, 1])],
+)  # fmt: skip
+def test_bounds_that_leave_the_batch_are_refused(name, bounds, backend):
+    x, pool = torch.ones(4, 1, 16), torch.ones(8, 1, 16)
+    lists = {"qo_indptr": [0, 2, 4], "kv_indptr": [0, 1, 1], "kv_indices": [3]} | {name: bounds}
+    tensors = {key: torch.tensor(value) for key, value in lists.items()}
+    with pytest.raises(ArgumentError, match=name):
+        extend_attention(x, x, x, pool, pool, **tensors, backend=backend)
+
+
+@pytest.mark.parametrize("prefix", [3, 0, -1])
+def test_prefix_lens_that_do_not_fit_the_list_are_refused(prefix):
+    x, pool = torch.ones(2, 1, 16), torch.ones(8, 1, 16)
+    lists = torch.tensor([0, 2]), torch.tensor([0, 3]), torch.tensor([1, 2, 3]), torch.tensor([prefix])
+    with pytest.raises(ArgumentError, match=r"prefix_lens.*request 0 must be 3 listed slots less 2 new tokens"):
+        extend_attention_unified(x, pool, pool, *lists)
