@@ -86,10 +86,17 @@ class Grammars:
         from llguidance import LLMatcher
 
         if text not in self._fresh:
-            grammar = LLMatcher.grammar_from_json_schema(text, overrides=SPACING)
-            parser = LLMatcher(self._words(), grammar, log_level=0)
-            if parser.is_error():
-                raise ArgumentError("json_schema", schema, f"is refused: {parser.get_error().splitlines()[0]}")
+            words = self._words()
+            try:
+                grammar = LLMatcher.grammar_from_json_schema(text, overrides=SPACING)
+                parser = LLMatcher(words, grammar, log_level=0)
+                refused = parser.get_error() if parser.is_error() else ""
+            except (KeyboardInterrupt, MemoryError):
+                raise
+            except BaseException as e:  # it has errors of several kinds, and a panic is not even an Exception
+                refused = str(e) or type(e).__name__
+            if refused:
+                raise ArgumentError("json_schema", schema, f"is refused: {refused.splitlines()[0]}")
             if len(self._fresh) >= 64:
                 self._fresh.clear()
             self._fresh[text] = parser

@@ -10,6 +10,8 @@ from typing import Any
 from minikv.engine.grammar import check_schema
 from minikv.errors import ArgumentError
 
+LARGEST = 1e9  # number added to a logit: far above any logit, and far below what fp32 holds, however often it is added
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -100,8 +102,11 @@ class SamplingParams:
         object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
         _check("priority", self.priority, _is_int(self.priority), "must be an integer; higher stays longer")
         object.__setattr__(self, "priority", int(self.priority))
-        for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for name in ("temperature", "repetition_penalty"):
             _check(name, getattr(self, name), _is_finite(getattr(self, name)), "must be a finite number")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(name, value, _is_finite(value) and abs(value) <= LARGEST, "must lie between -1e9 and 1e9")
         _check("temperature", self.temperature, self.temperature >= 0, "must be 0 (greedy) or more")
         usual = 1e-6 <= self.repetition_penalty <= 1e6
         _check("repetition_penalty", self.repetition_penalty, usual, "must be above 0 (1e-6 to 1e6); 1 is off")
@@ -110,7 +115,7 @@ class SamplingParams:
             _check(name, value, _is_finite(value) and 0 <= value <= 1, "must lie between 0 and 1")
         bias = self.logit_bias or {}
         ok = isinstance(bias, Mapping) and all(
-            _is_int(k) and k >= 0 and _is_finite(v) and abs(v) <= 1e9 for k, v in bias.items()
+            _is_int(k) and k >= 0 and _is_finite(v) and abs(v) <= LARGEST for k, v in bias.items()
         )
         _check("logit_bias", bias, ok, "use a mapping from token id to a number between -1e9 and 1e9")
         try:

@@ -9,6 +9,8 @@ import numpy as np
 
 from minikv.errors import ArgumentError, Error
 
+BYTES = (bytes, bytearray, memoryview)  # neither a text nor ids: which of the two is meant?
+
 
 class Encodes(Protocol):
     """What is needed of a tokenizer here."""
@@ -27,10 +29,10 @@ def split_prompts(prompts: Any) -> list[Any]:
     >>> split_prompts([{"role": "user", "content": "hi"}])
     [[{'role': 'user', 'content': 'hi'}]]
     """
+    if isinstance(prompts, (str, Mapping, *BYTES)) or not hasattr(prompts, "__iter__"):
+        return [prompts]
     if hasattr(prompts, "ndim"):  # an array or tensor: ids of one prompt, or one row each
         return [prompts] if prompts.ndim < 2 else list(prompts)
-    if isinstance(prompts, (str, Mapping)) or not hasattr(prompts, "__iter__"):
-        return [prompts]
     prompts = list(prompts)
     if prompts and (isinstance(prompts[0], Mapping) or _is_id(prompts[0])):
         return [prompts]
@@ -53,7 +55,7 @@ def prompt_ids(prompt: Any, tokenizer: Encodes, vocab_size: int) -> np.ndarray:
         else:
             as_list = getattr(prompt, "tolist", None)  # arrays and tensors
             ids = list(prompt) if as_list is None else as_list()
-            if isinstance(prompt, (bytes, Mapping)) or not all(map(_is_id, ids)):
+            if isinstance(prompt, (Mapping, *BYTES)) or not all(map(_is_id, ids)):
                 raise ArgumentError("prompt", prompt, "use a text, a list of token ids, or a list of chat messages")
         array = np.array(ids, dtype=np.int64)
     except Error:

@@ -115,10 +115,13 @@ class ModelConfig:
         if architecture is None:
             raise ArgumentError("architectures", named, f"minikv has {', '.join(ARCHITECTURES)}")
 
-        def need(key: str) -> Any:
-            if config.get(key) is None:
+        def need(key: str, default: int | None = None) -> int:
+            value = default if config.get(key) is None else config[key]
+            if value is None:
                 raise ArgumentError("config.json", architecture, f"lacks {key!r}; is it a complete {named} config?")
-            return config[key]
+            if not isinstance(value, int) or value < 1:
+                raise ArgumentError(key, value, "must be an integer, 1 or more; is the model's config damaged?")
+            return value
 
         layers, q_heads, hidden = need("num_hidden_layers"), need("num_attention_heads"), need("hidden_size")
         bias = bool(config.get("attention_bias", False))
@@ -129,8 +132,8 @@ class ModelConfig:
                 raise ArgumentError(flag, config[flag], "minikv does not read such checkpoints; use a plain bf16 one")
         theta, scaling = _rope(config)
         shape: dict[str, Any] = {
-            "kv_heads": config.get("num_key_value_heads") or q_heads,
-            "head_dim": config.get("head_dim") or hidden // q_heads,
+            "kv_heads": need("num_key_value_heads", q_heads),
+            "head_dim": need("head_dim", hidden // q_heads),
             "qkv_bias": bias or architecture == "qwen2",
             "o_bias": bias,
         }

@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minikv.device import default_dtype, pick_device
-from minikv.errors import ArgumentError, StateError
+from minikv.errors import ArgumentError, Error, StateError
 from minikv.models.config import ModelConfig
 from minikv.models.decoder import Decoder
 from minikv.models.download import model_path
@@ -91,7 +92,9 @@ def load(
     >>> model.config.vocab_size, model.tokenizer.encode("A")
     (512, [65])
     """
-    name = os.fspath(model)
+    name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else model
+    if not isinstance(name, str):
+        raise ArgumentError("model", model, f"must be a text or a path, such as {PRESETS[0]!r}, a folder or a file")
     where = pick_device(device)
     kind = _dtype(dtype, where)
     if name == "tiny":
@@ -128,9 +131,11 @@ def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
 def _load_gguf(path: Path, name: str, device: torch.device, dtype: torch.dtype, progress: bool) -> Model:
     file = GGUFFile(path)
     names = file.names
-    factors = file.read("rope_freqs.weight").tolist() if "rope_freqs.weight" in names else None
-    config = ModelConfig.from_gguf(file.metadata, names, factors)
-    tokenizer = FileTokenizer.from_gguf(file.metadata, config.eos_ids)
+    with _reading(path, "its header"):
+        factors = file.read("rope_freqs.weight").tolist() if "rope_freqs.weight" in names else None
+        config = ModelConfig.from_gguf(file.metadata, names, factors)
+        tokenizer = FileTokenizer.from_gguf(file.metadata, config.eos_ids)
+        decoder = Decoder(config, device, dtype)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for found in names:
@@ -144,7 +149,6 @@ def _load_gguf(path: Path, name: str, device: torch.device, dtype: torch.dtype, 
                 tensor = unpermute(tensor, config.head_dim)
             yield f"{target}.{kind}", tensor
 
-    decoder = Decoder(config, device, dtype)
     _fill(decoder, tqdm(tensors(), name, len(names), unit="tensor", leave=False, disable=not progress), path)
     return Model(decoder, tokenizer, config, name)
 
@@ -168,10 +172,13 @@ def _load_folder(folder: Path, name: str, device: torch.device, dtype: torch.dty
             return _load_gguf(ggufs[0], name, device, dtype, progress)
         raise ArgumentError("model", name, "the folder has no config.json; pass a Hugging Face folder or a GGUF file")
     generation = folder / "generation_config.json"
-    config = ModelConfig.from_hf(_json(folder / "config.json"), _json(generation) if generation.exists() else None)
-    files = _safetensors(folder)
+    with _reading(folder, "config.json"):
+        config = ModelConfig.from_hf(_json(folder / "config.json"), _json(generation) if generation.exists() else None)
+    with _reading(folder, "model.safetensors.index.json"):
+        files = _safetensors(folder)
     if (folder / "tokenizer.json").exists():
-        tokenizer: Any = FileTokenizer.from_folder(folder, config.eos_ids)
+        with _reading(folder, "tokenizer.json"):
+            tokenizer: Any = FileTokenizer.from_folder(folder, config.eos_ids)
         config = replace(config, eos_ids=tokenizer.eos_ids)
     else:
         warnings.warn(
@@ -183,11 +190,12 @@ def _load_folder(folder: Path, name: str, device: torch.device, dtype: torch.dty
         from safetensors import safe_open
 
         for file in files:
-            with safe_open(file, framework="pt", device=str(device)) as f:
+            with _reading(folder, file.name), safe_open(file, framework="pt", device=str(device)) as f:
                 for key in f.keys():  # noqa: SIM118 (not a dict)
                     yield key, f.get_tensor(key)
 
-    decoder = Decoder(config, device, dtype)
+    with _reading(folder, "config.json"):
+        decoder = Decoder(config, device, dtype)
     total = len(decoder.checkpoint_views())
     _fill(decoder, tqdm(tensors(), name, total, unit="tensor", leave=False, disable=not progress), folder)
     return Model(decoder, tokenizer, config, name)
@@ -225,11 +233,26 @@ def _fill(decoder: Decoder, tensors: Any, source: Path) -> None:
         raise ArgumentError("model", str(source), f"lacks {len(views)} tensors, such as {next(iter(views))}")
 
 
+@contextmanager
+def _reading(source: Path, what: str) -> Iterator[None]:
+    """A damaged file may fail in any way: the error says which file, and what to do."""
+    try:
+        yield
+    except (Error, OSError, MemoryError, RuntimeError):  # no memory is no damage
+        raise
+    except Exception as e:
+        reason = f"{type(e).__name__}: {e}"
+        raise ArgumentError("model", str(source), f"{what} cannot be understood ({reason}); fetch it again") from e
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
         raise ArgumentError("model", str(path), f"is not valid JSON ({e})") from e
+    if not isinstance(value, dict):
+        raise ArgumentError("model", str(path), f"holds a {type(value).__name__}, not an object; fetch it again")
+    return value
 
 
 def _from_hub(name: str) -> Path:

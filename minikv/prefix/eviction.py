@@ -36,7 +36,7 @@ class EvictionQueue:
     """
 
     def __init__(self, policy: str) -> None:
-        if policy not in RANKS:
+        if not isinstance(policy, str) or policy not in RANKS:
             raise ArgumentError("eviction", policy, f"use one of {', '.join(RANKS)}")
         self.rank = RANKS[policy]
         self.falling = policy == "mru"

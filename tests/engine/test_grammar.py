@@ -150,6 +150,42 @@ def test_a_schema_that_nothing_can_fit_is_an_error_of_its_request(tiny, schema) 
         tiny.add("b", ruled(schema))
 
 
+REFUSED = [
+    {"minimum": float("nan")},
+    {"type": "integer", "minimum": float("inf")},
+    {"type": "string", "pattern": "("},
+    {"$ref": "#/nowhere"},
+    {"type": "string", "const": "\ud800"},
+    '{"type": "string", "minLength": -1}',
+    '{"type": "\ud800"}',
+]
+
+
+@pytest.mark.parametrize("schema", REFUSED, ids=str)
+def test_a_schema_that_the_library_refuses_is_an_error_of_its_request(tiny, schema) -> None:
+    good, bad = tiny.generate(["a", "b"], [FREE, SamplingParams(json_schema=schema)])
+    assert (good.finish_reason, len(good.token_ids)) == ("length", 20)
+    assert (bad.finish_reason, bad.token_ids) == ("error", [])
+    assert "json_schema" in bad.error
+    for take in (tiny.add, tiny.stream):
+        with pytest.raises(ArgumentError, match="json_schema"):
+            take("b", SamplingParams(json_schema=schema))
+    assert not tiny.has_work
+
+
+def test_a_panic_of_the_library_is_an_error_of_its_request(tiny, monkeypatch) -> None:
+    class Panic(BaseException):  # as Rust code raises it
+        pass
+
+    def panic(*args, **options):
+        raise Panic
+
+    monkeypatch.setattr("llguidance.LLMatcher.grammar_from_json_schema", panic)
+    good, bad = tiny.generate(["a", "b"], [FREE, ruled({"maxLength": 77})])
+    assert (good.finish_reason, bad.finish_reason) == ("length", "error")
+    assert "Panic" in bad.error
+
+
 def test_a_parser_that_gives_up_ends_its_request_only(tiny, monkeypatch) -> None:
     start = tiny.grammars.start
 

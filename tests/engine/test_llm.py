@@ -113,7 +113,7 @@ def test_b44_prompts_that_can_never_fit():
 
 
 @pytest.mark.parametrize(
-    "bad", [[], "", [512], [-1], [1.5], None, [1, "a"], list(range(100)), [{"role": "judge"}], [{}]]
+    "bad", [[], "", [512], [-1], [1.5], None, [1, "a"], list(range(100)), [{"role": "judge"}], [{}], b"abc"]
 )
 def test_b45_one_bad_prompt_harms_nobody(bad):
     llm = build(max_context=64)
@@ -334,6 +334,15 @@ def test_abort_at_any_moment(llm):
     assert llm.step() == []
 
 
+@pytest.mark.parametrize("raw", [b"abc", bytearray(b"abc"), memoryview(b"abc")])
+def test_bytes_are_refused_by_generate_as_by_add(llm, raw):
+    [out] = llm.generate(raw)
+    assert (out.finish_reason, out.token_ids) == ("error", [])
+    assert "use a text" in out.error
+    with pytest.raises(ArgumentError, match="use a text"):
+        llm.add(raw)
+
+
 # ---- options
 
 
@@ -352,6 +361,7 @@ def test_b41_chunks_larger_than_the_pool_are_clamped():
         ("kv_memory", 10), ("max_requests", 0), ("max_context", 0), ("max_context", 10**9), ("chunk_tokens", 0),
         ("policy", "best"), ("eviction", "never"), ("dtype", "int8"), ("kv_dtype", "int4"), ("device", "tpu"),
         ("graphs", "maybe"), ("attention", "flash"), ("speculative", "eagle"), ("model", "no-such-model"),
+        ("model", None), ("model", 5), ("model", b"tiny"), ("eviction", []), ("policy", []), ("eviction", {}),
     ],
 )  # fmt: skip
 def test_bad_options_are_named(name, value):

@@ -29,7 +29,8 @@ BAD = {
     "stop_token_ids": [("a",), 7],
     "logprobs": [-1],
     "logit_bias": [{"a": 1.0}, {1: math.inf}, [1]],
-    "presence_penalty": [math.inf],
+    "presence_penalty": [math.inf, -1e39, 1e10, "a", None],
+    "frequency_penalty": [-3e38, math.nan],
     "repetition_penalty": [0],
     "namespace": [[]],
     "json_schema": [3, [], "{", "[]", {"a": {1, 2}}],
@@ -52,6 +53,8 @@ def test_prompt_forms():
     assert split_prompts([]) == []
     assert split_prompts([[]]) == [[]]
     assert split_prompts(None) == [None]
+    for raw in (b"abc", bytearray(b"abc"), memoryview(b"abc")):
+        assert split_prompts(raw) == [raw], "one prompt, which is refused: it is neither text nor ids"
 
 
 class Fake:
@@ -63,6 +66,7 @@ class Fake:
 
 
 BAD_PROMPTS = [None, 3, [1.5], [1, "a"], [True], [-1], [512], [10**30], [[1]], [{"role": "user"}], b"x"]
+BAD_PROMPTS += [bytearray(b"x"), memoryview(b"x"), [b"x"]]
 
 
 @pytest.mark.parametrize("bad", BAD_PROMPTS)

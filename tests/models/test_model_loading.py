@@ -139,6 +139,38 @@ def test_an_incomplete_folder_names_what_is_missing(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("model", [None, 5, True, b"tiny", ["tiny"]])
+def test_a_model_that_is_no_name_says_what_to_pass(model) -> None:
+    with pytest.raises(ArgumentError, match=r"model=.*must be a text or a path, such as 'smollm2-135m'"):
+        load(model)
+
+
+DAMAGED = [
+    ({"config.json": "[]"}, r"config\.json': holds a list, not an object; fetch it again"),
+    ({"config.json": '{"architectures": 5}'}, r"config\.json cannot be understood .*fetch it again"),
+    *(
+        ({"config.json": json.dumps(LLAMA | {key: value})}, rf"{key}=.*must be an integer, 1 or more")
+        for key in ("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size")
+        for value in (0, -2, "2")
+    ),
+    ({"config.json": json.dumps(LLAMA | {"torch_dtype": "foo"})}, r"config\.json cannot be understood .*foo"),
+    ({"config.json": json.dumps(LLAMA | {"rope_scaling": {"rope_type": "linear"}})}, r"config\.json .*'factor'"),
+    ({"generation_config.json": "[]"}, r"generation_config\.json': holds a list"),
+    ({"tokenizer.json": "{}"}, r"tokenizer\.json cannot be understood .*fetch it again"),
+    ({"model.safetensors.index.json": "{}"}, r"index\.json cannot be understood .*weight_map"),
+    ({"model.safetensors": "garbage"}, r"model\.safetensors cannot be understood .*fetch it again"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*no tokenizer")
+@pytest.mark.parametrize(("files", "message"), DAMAGED)
+def test_a_damaged_folder_names_the_file_and_the_remedy(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in {"config.json": json.dumps(LLAMA), "model.safetensors": "", **files}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ArgumentError, match=message):
+        load(tmp_path, device="cpu", progress=False)
+
+
 def test_a_hub_id_without_network_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.constants
 
