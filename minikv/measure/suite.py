@@ -13,6 +13,7 @@ import os
 import platform
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,13 +70,19 @@ def run(
     Raises
     ------
     ArgumentError
-        For a name that does not exist, before anything runs.
+        For a name that does not exist or a folder that cannot be written to, before anything runs.
     """
     chosen, known = list(names_), names()
     for name in chosen:
         if name not in known:
             raise ArgumentError("name", name, "there are measurements named " + ", ".join(known))
     on = pick_device(device)
+    if out_dir is not None:
+        try:
+            Path(out_dir).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out_dir).close()
+        except OSError as e:
+            raise ArgumentError("--out", str(out_dir), f"cannot write there ({e.strerror}); name another folder") from e
     machine = facts(on)
     print(f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}")
     found: dict[str, Any] = {}
@@ -87,7 +94,6 @@ def run(
         found[name] = {"name": name, "quick": quick, "machine": machine, **result}
         if out_dir is not None:
             path = Path(out_dir) / f"{name}-{machine['tier']}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(found[name], indent=1) + "\n")
             print(f"written to {path}")
     return found

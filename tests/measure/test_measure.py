@@ -90,6 +90,18 @@ def test_suite_writes_rows_with_the_facts_of_the_machine(one_bench, tmp_path, ca
     assert cli.main(["bench", "nothing", "--device", "cpu"]) == 0
 
 
+@pytest.mark.parametrize("where", ["/dev/null/x", "a_file", "a_file/deep"])
+def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(where, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "a_file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(suite, "names", lambda: ["never"])  # there is no such module to run
+    assert cli.main(["bench", "never", "--out", where, "--device", "cpu"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"minikv bench: --out='{where}': cannot write there (")
+    assert len(told.err.splitlines()) == 1
+
+
 def test_suite_runs_as_a_program(one_bench, capsys) -> None:
     assert suite._main([]) == 0
     assert capsys.readouterr().out == "  nothing  Nothing at all.\n"
