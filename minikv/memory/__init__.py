@@ -6,7 +6,8 @@ hold what the slots stand for.
 
 from __future__ import annotations
 
-from minikv.memory.allocator import AllocatorState, PagedAllocator
+from minikv.memory.allocator import PagedAllocator
+from minikv.memory.free_list import AllocatorState
 from minikv.memory.pools import DEFAULT_SHARE, KVPool, MLAPool, plan_size
 from minikv.memory.request_table import RequestTable
 

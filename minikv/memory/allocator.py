@@ -11,8 +11,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -20,21 +20,13 @@ import torch
 from minikv.device import pick_device, use_triton
 from minikv.errors import ArgumentError, StateError
 from minikv.memory import allocator_kernels as kernels
-from minikv.memory.free_list import FREE, HELD, PENDING, FreeList
-from minikv.memory.launch import Staging
+from minikv.memory.checks import host_integers, refuse_misplaced, whole
+from minikv.memory.free_list import FREE, HELD, PENDING, AllocatorState, FreeList
+from minikv.memory.launch import Staging, with_index
 
 MAX_PAGE_SIZE = 256
 MOST_TOKENS = 1 << 40  # sums over a batch stay far from the end of 64 bits
-
-
-@dataclass
-class AllocatorState:
-    """What :meth:`PagedAllocator.backup` remembers; opaque to callers."""
-
-    head: int
-    seen: int
-    frees: int
-    undone: int
+Lengths = torch.Tensor | np.ndarray | Sequence[int]
 
 
 class PagedAllocator:
@@ -71,6 +63,7 @@ class PagedAllocator:
     def __init__(
         self, size: int, page_size: int, device: torch.device | str = "cpu", debug: bool = False, kernels: str = "auto"
     ) -> None:
+        size, page_size = whole("size", size), whole("page_size", page_size)
         if not 1 <= page_size <= MAX_PAGE_SIZE:
             raise ArgumentError("page_size", page_size, f"must be between 1 and {MAX_PAGE_SIZE}")
         if size < page_size:
@@ -81,13 +74,14 @@ class PagedAllocator:
         self.size = self.num_pages * page_size
         if self.size >= 2**31:
             raise ArgumentError("size", size, "slots are kept as int32 in the request table; stay below 2**31 tokens")
-        self.device = _with_index(pick_device(device))
+        self.device = with_index(pick_device(device))
         self._on_cpu = self.device.type == "cpu"
         self._triton = use_triton(kernels, self.device)
         # NumPy divides integers slowly; most page sizes are powers of two.
         self._page_shift = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else None
         self._staging = Staging(self.device)
-        self._frees = self._undone = self._depth = 0
+        self._frees = self._backups = self._depth = 0
+        self._states = WeakSet[AllocatorState]()  # that can be restored, while callers keep them
         self._pending: list[Any] = []
         self._free = FreeList(self.num_pages, self.device)
 
@@ -110,7 +104,10 @@ class PagedAllocator:
 
     def is_free(self, pages: torch.Tensor | Sequence[int] | int) -> torch.Tensor:
         """Whether each of `pages` is on the free list: bool on the host, shaped like `pages`."""
-        return ~self.page_is_held[torch.as_tensor(pages).long().cpu()]
+        index = host_integers("pages", pages.cpu() if isinstance(pages, torch.Tensor) else pages)
+        if wrong := [page for page in index.ravel().tolist() if not 0 <= page <= self.num_pages]:
+            raise ArgumentError("pages", wrong[0], f"is not one of 0..{self.num_pages}")
+        return ~self.page_is_held[torch.from_numpy(index)]
 
     # ---- handing out -------------------------------------------------------------------------------------------
 
@@ -122,15 +119,15 @@ class PagedAllocator:
         ArgumentError
             For a negative number, or one that is not a multiple of the page size.
         """
-        if num_tokens < 0 or num_tokens % self.page_size:
+        if (num_tokens := whole("num_tokens", num_tokens)) < 0 or num_tokens % self.page_size:
             raise ArgumentError("num_tokens", num_tokens, f"must be whole pages, a multiple of {self.page_size}")
         no_prefix = torch.full((1,), -1, dtype=torch.int64, device=self.device)
         return self.alloc_extend(np.zeros(1, np.int64), np.array([num_tokens]), no_prefix, num_tokens)
 
     def alloc_extend(
         self,
-        prefix_lens: torch.Tensor | np.ndarray,
-        seq_lens: torch.Tensor | np.ndarray,
+        prefix_lens: Lengths,
+        seq_lens: Lengths,
         last_loc: torch.Tensor,
         extend_num_tokens: int,
     ) -> torch.Tensor | None:
@@ -141,10 +138,10 @@ class PagedAllocator:
         Parameters
         ----------
         prefix_lens, seq_lens
-            CPU integers ``[n]``: tokens before and after.
+            Integers ``[n]`` on the CPU: tokens before and after.
         last_loc
             int32 or int64 ``[n]`` on the allocator's device: slot of the last prefix token, -1 without a prefix.
-            ``(last_loc + 1) % page_size == prefix_lens % page_size``, checked on the CPU; in a held page if `debug`.
+            ``(last_loc + 1) % page_size == prefix_lens % page_size``, in the pool (checked on the CPU; `debug`: held).
         extend_num_tokens
             The sum of ``seq_lens - prefix_lens``.
 
@@ -159,7 +156,7 @@ class PagedAllocator:
         ArgumentError
             For a negative extend, a wrong sum, wrong shapes or devices; nothing is changed.
         """
-        prefix, seq = _lengths("prefix_lens", prefix_lens), _lengths("seq_lens", seq_lens)
+        prefix, seq = host_integers("prefix_lens", prefix_lens, 1), host_integers("seq_lens", seq_lens, 1)
         n = seq.size
         if prefix.size != n:
             raise ArgumentError("prefix_lens", tuple(prefix.shape), f"must have as many entries as seq_lens, {n}")
@@ -188,15 +185,19 @@ class PagedAllocator:
             fill_in, table = kernels.extend_triton, to_kernel
         else:
             fill_in, table = kernels.extend_torch, torch.from_numpy(before)
-        return fill_in(self._free, self.page_size, table, last_loc, first, new_pages, total, longest)
+        try:
+            return fill_in(self._free, self.page_size, table, last_loc, first, new_pages, total, longest)
+        except BaseException:
+            self._put_back(first)
+            raise
 
-    def alloc_decode(self, seq_lens: torch.Tensor | np.ndarray, last_loc: torch.Tensor) -> torch.Tensor | None:
+    def alloc_decode(self, seq_lens: Lengths, last_loc: torch.Tensor) -> torch.Tensor | None:
         """One more slot for each request: the next one of its page, or the first of a new page.
 
         Parameters
         ----------
         seq_lens
-            CPU integers ``[n]``, the new token counted.
+            Integers ``[n]`` on the CPU, the new token counted.
         last_loc
             As for :meth:`alloc_extend`, with ``prefix_lens = seq_lens - 1``.
 
@@ -210,10 +211,11 @@ class PagedAllocator:
         ArgumentError
             For a length below 1, wrong shapes or devices.
         """
-        prefix = _lengths("seq_lens", seq_lens) - 1
-        n = prefix.size
-        if n and np.minimum.reduce(prefix) < 0:
-            raise ArgumentError("seq_lens", int(prefix.min()) + 1, "must count the new token, so be at least 1")
+        seq = host_integers("seq_lens", seq_lens, 1)
+        n = seq.size
+        if n and np.minimum.reduce(seq) < 1:
+            raise ArgumentError("seq_lens", int(seq.min()), "must count the new token, so be at least 1")
+        prefix = seq - 1
         self._check_last_loc(last_loc, prefix)
         into = prefix % self.page_size if self._page_shift is None else prefix & (self.page_size - 1)
         new_pages = n - int(np.count_nonzero(into))
@@ -223,7 +225,11 @@ class PagedAllocator:
         if n == 0:
             return torch.empty(0, dtype=torch.int64, device=self.device)
         fill_in = kernels.decode_triton if self._triton else kernels.decode_torch
-        return fill_in(self._free, self.page_size, last_loc, first, new_pages)
+        try:
+            return fill_in(self._free, self.page_size, last_loc, first, new_pages)
+        except BaseException:
+            self._put_back(first)
+            raise
 
     def _pages(self, lengths: np.ndarray) -> np.ndarray:
         """Pages that hold so many tokens."""
@@ -240,22 +246,25 @@ class PagedAllocator:
         free.head = first + pages
         return first
 
+    def _put_back(self, head: int) -> None:
+        """Undo all that was taken from position `head` of the free list on: it is still there."""
+        taken, self._free.head = self._free.head - head, head
+        self._free.mark(head, taken, FREE)
+
     def _check_last_loc(self, last_loc: torch.Tensor, prefix: np.ndarray) -> None:
+        if not isinstance(last_loc, torch.Tensor):
+            raise ArgumentError("last_loc", last_loc, f"must be a tensor on {self.device}, one slot per request")
         if last_loc.shape != prefix.shape or last_loc.dtype not in (torch.int64, torch.int32):
             raise ArgumentError("last_loc", last_loc, f"must be int64 or int32 [{prefix.size}], one slot per request")
         if last_loc.device != self.device:
             raise ArgumentError("last_loc", last_loc.device, f"must be on the allocator's device, {self.device}")
         if self._on_cpu or self.debug:
             slots = last_loc.cpu().numpy()
-            misplaced = (slots + 1 - prefix) % self.page_size != 0
             pages = slots // self.page_size  # the rest of a page that nobody holds would be given away twice
-            wrong = misplaced | (self._not_held(pages) & (prefix % self.page_size > 0)) if self.debug else misplaced
-            if wrong.any():
-                i = int(np.argmax(wrong))
-                why = f"not where a prefix of {prefix[i]} tokens ends in its page of {self.page_size}"
-                why = why if misplaced[i] else f"in page {pages[i]}, which nobody holds"
-                remedy = "pass the slot of the last prefix token, -1 without a prefix"
-                raise ArgumentError("last_loc", int(slots[i]), f"of request {i} is {why}; {remedy}")
+            nobodys = (slots < -1) | (pages > self.num_pages)
+            if self.debug:
+                nobodys |= self._not_held(pages) & (prefix % self.page_size > 0)
+            refuse_misplaced(slots, prefix, self.page_size, nobodys)
 
     # ---- taking back -------------------------------------------------------------------------------------------
 
@@ -274,7 +283,10 @@ class PagedAllocator:
             Naming the page that is already free, reserved or out of range, before anything is changed: always for CPU
             tensors, with ``debug=True`` for device tensors. Without it such a page is ignored, and a later call warns.
         """
-        slots = torch.as_tensor(slots).reshape(-1)
+        try:
+            slots = torch.as_tensor(slots).reshape(-1)
+        except (TypeError, ValueError, RuntimeError):
+            raise ArgumentError("slots", slots, "must be int64 or int32 [n], a tensor or a list") from None
         if slots.numel() == 0:
             return
         if slots.dtype not in (torch.int64, torch.int32):
@@ -342,7 +354,10 @@ class PagedAllocator:
 
     def backup(self) -> AllocatorState:
         """Remember this moment, for :meth:`restore`."""
-        return AllocatorState(self._free.head, self._free.seen, self._frees, self._undone)
+        self._backups += 1
+        state = AllocatorState(self, self._backups, self._free.head, self._free.seen, self._frees)
+        self._states.add(state)
+        return state
 
     def restore(self, state: AllocatorState) -> None:
         """Undo all allocations made since `state`; it stays usable, later states do not.
@@ -350,18 +365,18 @@ class PagedAllocator:
         Raises
         ------
         StateError
-            When something was freed since, or an earlier state was restored or the allocator cleared.
+            When something was freed since, or an earlier state was restored or the allocator cleared; and for the state
+            of another allocator.
         """
+        if not isinstance(state, AllocatorState) or state.owner is not self:
+            raise StateError("restore: not a state of this allocator; pass what its own backup() returned")
         if state.frees != self._frees:
             raise StateError("restore: slots were freed since backup(); undo allocations before freeing anything")
-        if state.undone != self._undone:
+        if state not in self._states:
             raise StateError("restore: an earlier state was restored since backup(); this one is no longer reachable")
-        free = self._free
-        head = state.head + free.seen - state.seen
-        free.mark(head, free.head - head, FREE)
-        free.head = head
-        self._undone += 1
-        state.undone = self._undone
+        self._put_back(state.head + self._free.seen - state.seen)
+        for later in [other for other in self._states if other.number > state.number]:
+            self._states.discard(later)
 
     def clear(self) -> None:
         """Return to the fresh state: all pages free, ascending; open groups forget what they collected."""
@@ -383,18 +398,3 @@ class PagedAllocator:
         from minikv.viz import pages
 
         return pages.mimebundle(self)
-
-
-def _lengths(name: str, lengths: torch.Tensor | np.ndarray) -> np.ndarray:
-    """Lengths as int64 numpy ``[n]``, without waiting for a device."""
-    if isinstance(lengths, torch.Tensor):
-        if lengths.is_cuda:
-            raise ArgumentError(name, lengths.device, "must be a CPU tensor: reading it back would wait for the device")
-        lengths = lengths.numpy()
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        raise ArgumentError(name, lengths, "must be integers [n]")
-    return lengths if lengths.dtype == np.int64 else lengths.astype(np.int64)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device

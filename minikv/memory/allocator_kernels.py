@@ -95,7 +95,8 @@ def _int32_words(last_loc: torch.Tensor) -> tuple[Any, int]:
         last_loc = last_loc.contiguous()
     if last_loc.dtype == torch.int32:
         return pointer(last_loc), 1
-    return (last_loc.view(torch.int32) if INTERPRETED else last_loc.data_ptr()), 2
+    # One entry counts as contiguous whatever its stride, but a view as other words wants stride 1.
+    return (last_loc.as_strided((last_loc.numel(),), (1,)).view(torch.int32) if INTERPRETED else last_loc.data_ptr()), 2
 
 
 # Nothing about an argument is compiled in: not the value 1, not divisibility by 16, not a pointer's alignment.

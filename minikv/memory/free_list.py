@@ -14,12 +14,24 @@ so the list itself is exact at every moment: a page is never on it twice.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 
 from minikv.memory.launch import pointer
 
 FREE, HELD, PENDING, RESERVED = 0, 1, 2, 3  # PENDING: freed inside a free group; RESERVED: page 0, for padding
+
+
+@dataclass(eq=False)
+class AllocatorState:
+    """What :meth:`.PagedAllocator.backup` remembers; opaque to callers."""
+
+    owner: object
+    number: int
+    head: int
+    seen: int
+    frees: int
 
 
 class FreeList:

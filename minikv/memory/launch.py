@@ -77,6 +77,11 @@ def pointer(tensor: torch.Tensor | int) -> Any:
     return tensor if INTERPRETED or isinstance(tensor, int) else tensor.data_ptr()
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device as tensors name it: ``cuda:0``, not ``cuda``."""
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
 class Staging:
     """Small host arrays for kernels to read: written in pinned memory, never copied, never waited for.
 

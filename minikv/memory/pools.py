@@ -6,13 +6,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from minikv.device import memory_facts, pick_device, refuse_interpreted_bf16, use_triton
 from minikv.errors import ArgumentError
+from minikv.memory.checks import whole
 from minikv.memory.pool_kernels import FP8, store_torch, store_triton
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8)
+FP32 = torch.finfo(torch.float32)
 DEFAULT_SHARE = 0.25  # of the memory that is free now: others may use this GPU, and the model needs room, too
 
 
@@ -35,7 +39,7 @@ def plan_size(
     Raises
     ------
     ArgumentError
-        When not even one page besides page 0 fits.
+        When not even one page besides page 0 fits, or a number is none to plan with.
 
     Examples
     --------
@@ -44,7 +48,12 @@ def plan_size(
     """
     if memory is None:
         memory = int(memory_facts(pick_device(device)).free * DEFAULT_SHARE)
-    pages = memory // (bytes_per_token * page_size) - 1
+    for name, value in (("bytes_per_token", bytes_per_token), ("page_size", page_size)):
+        if whole(name, value) < 1:
+            raise ArgumentError(name, value, "must be at least 1")
+    if not isinstance(memory, int | float) or not math.isfinite(memory):
+        raise ArgumentError("memory", memory, "must be a finite number of bytes, or None for a share of what is free")
+    pages = int(memory) // (bytes_per_token * page_size) - 1
     if pages < 1:
         need = 2 * bytes_per_token * page_size
         raise ArgumentError("memory", memory, f"bytes hold no page besides page 0; give at least {need}")
@@ -65,8 +74,14 @@ class _Pool:
         device: torch.device | str,
         kernels: str,
     ) -> None:
+        size, page_size, num_layers = (
+            whole("size", size),
+            whole("page_size", page_size),
+            whole("num_layers", num_layers),
+        )
+        row = whole("kv_heads", row[0]), whole("head_dim", row[1])
         sizes = {"size": size // max(page_size, 1), "page_size": page_size, "num_layers": num_layers}
-        for name, value in {**sizes, "heads": row[0], "head_dim": row[1]}.items():
+        for name, value in {**sizes, "kv_heads": row[0], "head_dim": row[1]}.items():
             if value < 1:
                 raise ArgumentError(name, value, "must be at least 1 (size: at least one page)")
         self.device = pick_device(device)
@@ -91,7 +106,11 @@ class _Pool:
         return self._parts[0][layer]
 
     def _store(self, layer: int, slots: torch.Tensor, rows: dict[str, torch.Tensor], scales: dict[str, float]) -> None:
+        for name, tensor in {"slots": slots, **rows}.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ArgumentError(name, tensor, f"must be a tensor on {self.device}; torch.as_tensor makes one")
         n, rows = slots.numel(), {name: tensor.detach() for name, tensor in rows.items()}
+        layer = layer if type(layer) is int else whole("layer", layer)
         if not 0 <= layer < len(self._parts[0]):
             raise ArgumentError("layer", layer, f"must be 0 to {len(self._parts[0]) - 1}")
         if slots.ndim != 1 or slots.dtype not in (torch.int64, torch.int32):
@@ -106,8 +125,9 @@ class _Pool:
             if tensor.dtype not in DTYPES:
                 raise ArgumentError(name, tensor.dtype, "must be a floating type that a pool stores")
         for name, scale in scales.items():
-            if not 0.0 < scale < float("inf"):
-                raise ArgumentError(name, scale, "must be a positive, finite number; 1.0 stores values as they are")
+            if not isinstance(scale, int | float) or not FP32.tiny <= scale <= FP32.max:
+                remedy = "must be a positive number that float32 holds; 1.0 stores values as they are"
+                raise ArgumentError(name, scale, remedy)
         if n == 0:
             return
         if self.device.type == "cpu" and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots:
@@ -229,6 +249,9 @@ class MLAPool(_Pool):
         device: torch.device | str,
         kernels: str = "auto",
     ) -> None:
+        for name, value, least in (("kv_lora_rank", kv_lora_rank, 1), ("rope_dim", rope_dim, 0)):
+            if whole(name, value) < least:
+                raise ArgumentError(name, value, f"must be at least {least}")
         super().__init__(size, page_size, num_layers, (1, kv_lora_rank + rope_dim), 1, dtype, device, kernels)
         self.kv_lora_rank = kv_lora_rank
 

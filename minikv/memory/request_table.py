@@ -15,6 +15,7 @@ import torch
 from minikv._triton import tl, triton
 from minikv.device import pick_device, use_triton
 from minikv.errors import ArgumentError, StateError
+from minikv.memory.checks import host_integers, whole
 from minikv.memory.launch import Binary, Staging
 
 BLOCK = 256
@@ -55,6 +56,7 @@ class RequestTable:
     def __init__(
         self, max_requests: int, max_context: int, device: torch.device | str = "cpu", debug: bool = False
     ) -> None:
+        max_requests, max_context = whole("max_requests", max_requests), whole("max_context", max_context)
         for name, value in (("max_requests", max_requests), ("max_context", max_context)):
             if value < 1:
                 raise ArgumentError(name, value, "must be at least 1")
@@ -71,7 +73,7 @@ class RequestTable:
 
     def alloc(self, n: int) -> list[int] | None:
         """Take `n` rows, or None (and nothing is taken) when fewer are free. They are zero."""
-        if n < 0:
+        if (n := whole("n", n)) < 0:
             raise ArgumentError("n", n, "must be 0 or more rows")
         if n > len(self._free):
             return None
@@ -82,7 +84,7 @@ class RequestTable:
             self._held[row] = 1
         return rows
 
-    def free(self, rows: int | Sequence[int]) -> None:
+    def free(self, rows: int | Sequence[int] | np.ndarray | torch.Tensor) -> None:
         """Return rows, zeroed, to be used again first.
 
         Raises
@@ -90,7 +92,7 @@ class RequestTable:
         ArgumentError
             For a row that is not in use (freed twice, row 0, out of range) or named twice; then nothing is freed.
         """
-        rows = [rows] if isinstance(rows, int) else [int(row) for row in rows]
+        rows = host_integers("rows", rows).ravel().tolist()
         for i, row in enumerate(rows):
             if not 0 < row <= self.max_requests or not self._held[row] or row in rows[:i]:
                 raise ArgumentError("rows", row, f"is not in use; free each row of 1..{self.max_requests} once")
@@ -122,7 +124,8 @@ class RequestTable:
         ArgumentError
             For a row not in use, columns outside the table or another number of slots; then nothing is written.
         """
-        row, start, stop = (np.asarray(x, dtype=np.int64).reshape(-1) for x in (rows, prefix_lens, seq_lens))
+        given = {"rows": rows, "prefix_lens": prefix_lens, "seq_lens": seq_lens}
+        row, start, stop = (host_integers(name, x).reshape(-1) for name, x in given.items())
         if not row.size == start.size == stop.size:
             raise ArgumentError("rows", row.size, f"rows for {start.size} prefix_lens and {stop.size} seq_lens")
         new = stop - start
@@ -130,10 +133,16 @@ class RequestTable:
         if not (inside.all() and self._in_use[row].all()):
             self._refuse(row.tolist(), start.tolist(), stop.tolist())
         total = int(new.sum())
+        if not isinstance(slots, torch.Tensor) or slots.dtype not in (torch.int64, torch.int32):
+            raise ArgumentError("slots", slots, "must be an int64 or int32 tensor")
         if slots.ndim != 1 or slots.numel() != total:
             raise ArgumentError("slots", tuple(slots.shape), f"must be [{total}], one slot per new token")
-        if self.debug and slots.numel() and int(slots.min()) < 1:
+        if self.debug and total and int(slots.min()) < 1:
             raise ArgumentError("slots", int(slots.min()), "belongs to padding or to nothing; rows hold slots above 0")
+        if (self.debug or not slots.is_cuda) and total and slots.dtype == torch.int64:
+            low, high = (int(x) for x in slots.aminmax())
+            if low < -(2**31) or high >= 2**31:
+                raise ArgumentError("slots", low if low < 0 else high, "does not fit into the table's int32")
         index = row * self.max_context + start
         if total != row.size or not (new == 1).all():  # not a decode step
             index = np.repeat(index + new - np.cumsum(new), new) + np.arange(total)
@@ -162,6 +171,10 @@ class RequestTable:
             if not 0 <= a <= b <= self.max_context:
                 raise ArgumentError("seq_lens", b, f"row {r} holds columns 0 to {self.max_context}, not {a} to {b}")
 
+    def is_held(self, row: int) -> bool:
+        """Whether `row` was handed out and not freed since."""
+        return 0 < row <= self.max_requests and bool(self._held[row])
+
     def end(self, row: int, start: int = 0) -> int:
         """One past the last column of `row` that holds a slot, at least `start`.
 
@@ -185,8 +198,19 @@ class RequestTable:
         -------
         Tensor
             int64 ``[n]`` on the table's device; -1 where a length is 0.
+
+        Raises
+        ------
+        ArgumentError
+            For a row that the table does not have, or a length that a row cannot have.
         """
-        row, length = (np.asarray(x, dtype=np.int64).reshape(-1) for x in (rows, lens))
+        row, length = host_integers("rows", rows).reshape(-1), host_integers("lens", lens).reshape(-1)
+        if row.size != length.size:
+            raise ArgumentError("lens", length.size, f"lengths for {row.size} rows; pass one each")
+        for name, numbers, most in (("rows", row, self.max_requests), ("lens", length, self.max_context)):
+            wrong = (numbers < 0) | (numbers > most)
+            if wrong.any():
+                raise ArgumentError(name, int(numbers[wrong.argmax()]), f"must be 0 to {most}")
         index = row * self.max_context + np.maximum(length - 1, 0)
         index, length_there = self._to_device(np.stack((index, length)))
         slots = self._flat[index].long()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
+import numpy as np
 import pytest
 import torch
 from allocator_oracle import PlainAllocator, Requests
@@ -146,6 +148,9 @@ def test_strided_and_small_last_loc(make) -> None:
         state = a.backup()
         got = a.alloc_extend(ints([6, 5]), ints([9, 9]), spread[1::2], 7)
         assert listed(got) == [10, 11, 20, 17, 18, 19, 24]
+        a.restore(state)
+        got = a.alloc_extend(ints([6]), ints([9]), spread[1::4][:1], 3)
+        assert listed(got) == [10, 11, 20], "one entry, whose stride is not 1"
         a.restore(state)
 
 
@@ -303,6 +308,51 @@ def test_restore_undoes_allocations(make) -> None:
         a.restore(later)
 
 
+def test_states_nest(make) -> None:
+    a = make(64, 4)
+    outer = a.backup()
+    first = listed(a.alloc(4))
+    inner = a.backup()
+    a.alloc(4)
+    a.restore(inner)
+    assert a.available_size() == 60
+    again = listed(a.alloc(8))
+    a.restore(inner)
+    assert listed(a.alloc(8)) == again
+    a.restore(outer)
+    assert a.available_size() == 64
+    with pytest.raises(StateError, match="no longer reachable"):
+        a.restore(inner)
+    newer = a.backup()
+    assert listed(a.alloc(4)) == first
+    a.restore(newer)
+    a.restore(outer)
+    assert a.available_size() == 64
+
+
+def test_states_belong_to_their_allocator() -> None:
+    a, b = PagedAllocator(16, 4), PagedAllocator(16, 4)
+    for state in (b.backup(), None, 3):
+        with pytest.raises(StateError, match="not a state of this allocator"):
+            a.restore(state)
+
+
+def test_an_allocation_that_fails_on_its_way_takes_no_page(make, monkeypatch) -> None:
+    a = make(32, 4)
+    before = a.free_pages.tolist()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for name in ("extend_torch", "extend_triton", "decode_torch", "decode_triton"):
+        monkeypatch.setattr(kernels, name, fail)
+    for call in (lambda: a.alloc(8), lambda: decode(a, [1, 1], [-1, -1])):
+        with pytest.raises(MemoryError):
+            call()
+        assert a.free_pages.tolist() == before
+        assert a.is_free(before).all()
+
+
 def test_restore_refuses_after_a_free(make) -> None:
     a = make(24, 4)
     slots = a.alloc(8)
@@ -381,6 +431,70 @@ def test_last_loc_that_does_not_fit_the_prefix_is_named() -> None:
         extend(a, [0, 3], [2, 5], [-1, 9])
     with pytest.raises(ArgumentError, match="request 0 "):
         decode(a, [3], [4])
+
+
+def test_last_loc_outside_the_pool_is_named() -> None:
+    a = PagedAllocator(64, 4)
+    a.alloc(8)
+    for bad, prefix in ((-2, 3), (-5, 4), (10**6 + 3, 4), (10**6, 1), (68, 5)):
+        with pytest.raises(ArgumentError, match=f"last_loc={bad}: of request 0 is in page .* nobody holds"):
+            extend(a, [prefix], [prefix + 2], [bad])
+        with pytest.raises(ArgumentError, match=f"last_loc={bad}: of request 0 is in page .* nobody holds"):
+            decode(a, [prefix + 1], [bad])
+    assert a.available_size() == 56
+    assert decode(a, [4], [66]) == [67], "the last page's last slot"
+
+
+def test_pages_that_do_not_exist_are_named(make) -> None:
+    a = make(16, 4)
+    for bad in (-1, 5, 99):
+        with pytest.raises(ArgumentError, match=f"pages={bad}"):
+            a.is_free(bad)
+        with pytest.raises(ArgumentError, match=f"pages={bad}"):
+            a.is_free([1, bad])
+    assert a.is_free(torch.tensor([[0, 1], [2, 4]], device=a.device)).tolist() == [[False, True], [True, True]]
+    assert a.is_free([]).tolist() == []
+
+
+def test_lengths_may_be_lists_and_numbers_of_numpy(make) -> None:
+    a = make(np.int64(64), np.int32(4))
+    none = torch.tensor([-1, -1], device=a.device)
+    assert listed(a.alloc_extend([0, 0], np.array([3, 2], np.int32), none, np.int64(5))) == [4, 5, 6, 8, 9]
+    assert listed(a.alloc_decode([1, 1], none)) == [12, 16]
+    assert listed(a.alloc(np.int64(4))) == [20, 21, 22, 23]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda a, none: PagedAllocator(12.0, 4), "size=12.0"),
+        (lambda a, none: PagedAllocator("12", 4), "size='12'"),
+        (lambda a, none: PagedAllocator(None, 4), "size=None"),
+        (lambda a, none: PagedAllocator(12, 4.0), "page_size=4.0"),
+        (lambda a, none: a.alloc("12"), "num_tokens='12'"),
+        (lambda a, none: a.alloc(4.0), "num_tokens=4.0"),
+        (lambda a, none: a.alloc_decode([1], [-1]), "last_loc"),
+        (lambda a, none: a.alloc_decode([1], np.array([-1])), "last_loc"),
+        (lambda a, none: a.alloc_decode([[1], [1, 2]], none), "seq_lens"),
+        (lambda a, none: a.alloc_decode([1.0], none), "seq_lens"),
+        (lambda a, none: a.alloc_decode(1, none), "seq_lens=1"),
+        (lambda a, none: a.alloc_decode(torch.ones(1, dtype=torch.bfloat16), none), "seq_lens"),
+        (lambda a, none: a.alloc_decode(None, none), "seq_lens=None"),
+        (lambda a, none: a.alloc_decode([-(2**63)], none), f"seq_lens={-(2**63)}"),
+        (lambda a, none: a.alloc_decode(np.array([2**63], np.uint64), none), f"seq_lens={2**63}"),
+        (lambda a, none: a.alloc_extend([-(2**63)], [5], none, 5), f"prefix_lens={-(2**63)}"),
+        (lambda a, none: a.alloc_extend([0], [5], none, "5"), "extend_num_tokens='5'"),
+        (lambda a, none: a.free(None), "slots=None"),
+        (lambda a, none: a.free([[4], [5, 6]]), "slots"),
+        (lambda a, none: a.free([2**70]), "slots"),
+        (lambda a, none: a.is_free(1.5), "pages=1.5"),
+    ],
+)
+def test_plain_mistakes_are_named(make, call, name) -> None:
+    a = make(64, 4)
+    with pytest.raises(ArgumentError, match=f"^{re.escape(name)}"):
+        call(a, torch.tensor([-1], device=a.device))
+    assert a.available_size() == 64
 
 
 @pytest.mark.parametrize(("size", "page_size"), [(0, 4), (3, 4), (16, 0), (16, 257), (-1, 1), (2**31, 16)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -174,6 +175,76 @@ def test_wrong_calls_change_nothing(kind, change, message) -> None:
         pool.set_kv(0, **call)
     assert not pool.k(0).any()
     assert not pool.v(0).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": [1, 2, 3, 4]}, r"slots=\[1, 2, 3, 4\]: must be a tensor"),
+        ({"k": np.ones((4, 2, 8), np.float32)}, "k=.*(?s:.)*must be a tensor on"),
+        ({"v": None}, "v=None: must be a tensor"),
+        ({"k_scale": 1e300}, "k_scale=1e\\+300.*float32"),
+        ({"v_scale": 1e-300}, "v_scale=1e-300"),
+        ({"k_scale": "2"}, "k_scale='2'"),
+        ({"layer": 0.0}, "layer=0.0"),
+        ({"layer": None}, "layer=None"),
+    ],
+)
+def test_plain_mistakes_are_named(kind, change, message) -> None:
+    pool = KVPool(12, 4, 1, 2, 8, torch.float32, **kind)
+    right = {"slots": torch.arange(4), "k": torch.ones(4, 2, 8), "v": torch.ones(4, 2, 8)}
+    right = {name: x.to(kind["device"]) for name, x in right.items()}
+    with pytest.raises(ArgumentError, match=f"^{message}"):
+        pool.set_kv(**{"layer": 0, **right, **change})
+    assert not pool.k(0).any()
+    pool.set_kv(np.int64(0), **right)
+
+
+@pytest.mark.parametrize(
+    ("rank", "rope", "message"),
+    [(0, 4, "kv_lora_rank=0"), (-3, 4, "kv_lora_rank=-3"), (8, -2, "rope_dim=-2"), (8.0, 2, "kv_lora_rank=8.0")],
+)
+def test_latent_rows_that_cannot_be(rank, rope, message) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        MLAPool(8, 4, 1, rank, rope, torch.float32, "cpu")
+    assert MLAPool(8, 4, 1, 8, 0, torch.float32, "cpu").v(0).shape == (12, 1, 8), "no rope part is a row, too"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"size": 12.0}, "size=12.0"),
+        ({"size": "12"}, "size='12'"),
+        ({"page_size": None}, "page_size=None"),
+        ({"num_layers": 1.0}, "num_layers=1.0"),
+        ({"kv_heads": 2.5}, "kv_heads=2.5"),
+        ({"kv_heads": 0}, "kv_heads=0"),
+        ({"head_dim": -1}, "head_dim=-1"),
+    ],
+)
+def test_pools_are_sized_by_whole_numbers(numbers, message) -> None:
+    right = {"size": 12, "page_size": 4, "num_layers": 1, "kv_heads": 2, "head_dim": 8}
+    with pytest.raises(ArgumentError, match=message):
+        KVPool(**{**right, **numbers}, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"memory": float("nan")}, "memory=nan"),
+        ({"memory": float("inf")}, "memory=inf"),
+        ({"memory": "1G"}, "memory='1G'"),
+        ({"bytes_per_token": 0}, "bytes_per_token=0"),
+        ({"bytes_per_token": 2.5}, "bytes_per_token=2.5"),
+        ({"page_size": -16}, "page_size=-16"),
+    ],
+)
+def test_a_plan_needs_numbers_to_plan_with(numbers, message) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        plan_size(**{"memory": 10**6, "bytes_per_token": 100, "page_size": 16, **numbers})
+    size = plan_size(1e6, bytes_per_token=100, page_size=16)
+    assert type(size) is int
+    assert size == plan_size(10**6, bytes_per_token=100, page_size=16)
 
 
 @pytest.mark.parametrize("size", [(3, 4), (8, 0), (0, 1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +79,67 @@ def test_wrong_writes_raise_and_write_nothing(rows, start, stop, count, message)
     with pytest.raises(ArgumentError, match=message):
         t.write(rows, start, stop, torch.ones(count, dtype=torch.int64))
     assert not t.table.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": [1.5]}, "rows=.*1.5.*integers"),
+        ({"seq_lens": [2.0]}, "seq_lens"),
+        ({"prefix_lens": [[0], [0, 1]]}, "prefix_lens"),
+        ({"rows": None}, "rows=None"),
+        ({"slots": torch.tensor([4.0, 5.0])}, "slots"),
+        ({"slots": [4, 5]}, r"slots=\[4, 5\]"),
+        ({"slots": torch.tensor([4, 2**40 + 1])}, f"slots={2**40 + 1}"),
+        ({"slots": torch.tensor([4, -(2**40)])}, f"slots={-(2**40)}"),
+    ],
+)
+def test_plain_mistakes_are_named_and_write_nothing(change, message) -> None:
+    t = RequestTable(2, 8)
+    t.alloc(1)
+    with pytest.raises(ArgumentError, match=f"^{message}"):
+        t.write(**{"rows": [1], "prefix_lens": [0], "seq_lens": [2], "slots": torch.tensor([4, 5]), **change})
+    assert not t.table.any()
+
+
+def test_rows_are_whole_numbers_of_any_kind() -> None:
+    t = RequestTable(np.int64(5), 8)
+    rows = t.alloc(np.int64(5))
+    t.free(np.int64(1))
+    t.free(np.array([2]))
+    t.free(torch.tensor([3]))
+    t.free(rows[3:])
+    assert t.available_size() == 5
+    t.free([])
+    t.alloc(1)
+    for bad in (1.0, [1.0], "1", None):
+        with pytest.raises(ArgumentError, match="rows"):
+            t.free(bad)
+    for bad in (1.0, "1", None):
+        with pytest.raises(ArgumentError, match="n="):
+            t.alloc(bad)
+        with pytest.raises(ArgumentError, match="max_context"):
+            RequestTable(2, bad)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lens", "message"),
+    [
+        ([1], [9], "lens=9: must be 0 to 8"),
+        ([1], [-1], "lens=-1"),
+        ([-1], [1], "rows=-1: must be 0 to 2"),
+        ([1, 9], [1, 1], "rows=9"),
+        ([1, 2], [1], "lens=1: lengths for 2 rows"),
+        ([1.5], [1], "rows"),
+        ([1], None, "lens=None"),
+    ],
+)
+def test_last_slots_outside_the_table_are_refused(where, rows, lens, message) -> None:
+    t = RequestTable(2, 8, device=where)
+    t.write(t.alloc(2), [0, 0], [8, 8], torch.arange(1, 17, device=t.device))
+    with pytest.raises(ArgumentError, match=f"^{message}"):
+        t.last_slots(rows, lens)
+    assert t.last_slots([1, 2, 0], [8, 1, 0]).tolist() == [8, 9, -1]
 
 
 def test_debug_looks_at_values() -> None:
