@@ -119,13 +119,14 @@ def apply(cache: RadixCache, event: Event) -> None:
 
 def copy_tree(cache: RadixCache) -> RadixCache:
     """The same tree on the CPU, without allocator and table; both go on alike."""
-    copy = type(cache)(cache.page_size, eviction=cache.eviction)
+    copy = type(cache)(cache.page_size, eviction=cache.eviction, disable=cache.disable)
+    copy._fresh_page = cache._fresh_page
     copy.clock, copy.stats = cache.clock, replace(cache.stats)
     copy.evictable_size, copy.protected_size = cache.evictable_size, cache.protected_size
     copy.root.lock_count = cache.root.lock_count
     twins = {id(cache.root): copy.root}
     for node in cache.nodes():
-        slots = bytearray(node.slots.cpu().numpy().data)
+        slots = copy.hold(node.slots.cpu().numpy())
         twin = twins[id(node)] = Node(node.data, slots, twins[id(node.parent)], node.namespace, node.id)
         for name in ("lock_count", "hit_count", "last_use", "birth", "priority"):
             setattr(twin, name, getattr(node, name))

@@ -178,7 +178,7 @@ def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
     Raises
     ------
     ArgumentError
-        For anything that is not one line of integers.
+        For anything that is not one line of integers below 2**63.
 
     Examples
     --------
@@ -187,13 +187,19 @@ def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
     """
     if type(tokens) is np.ndarray and tokens.dtype is INT64 and tokens.ndim == 1 and tokens.flags.c_contiguous:
         return tokens
-    if isinstance(tokens, torch.Tensor):
-        tokens = tokens.detach().cpu().numpy()
-    elif not isinstance(tokens, np.ndarray):
-        tokens = np.array(tokens if isinstance(tokens, Sequence) else list(tokens))
+    given = tokens
+    try:
+        if isinstance(tokens, torch.Tensor):
+            tokens = tokens.detach().cpu().numpy()
+        elif not isinstance(tokens, np.ndarray):
+            tokens = np.array(tokens if isinstance(tokens, Sequence) else list(tokens))
+    except (TypeError, ValueError):  # no sequence, lists of unequal lengths, a type that NumPy lacks
+        raise ArgumentError(name, given, "must be one line of integers") from None
     tokens = tokens if tokens.size else tokens.astype(np.int64)
     if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-        raise ArgumentError(name, tokens, "must be one line of integers")
+        raise ArgumentError(name, given, "must be one line of integers")
+    if tokens.dtype.kind == "u" and tokens.size and tokens.max() >= 2**63:
+        raise ArgumentError(name, int(tokens.max()), "is too large: ids must be below 2**63")
     return np.ascontiguousarray(tokens, np.int64)
 
 

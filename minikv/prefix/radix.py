@@ -263,8 +263,13 @@ class RadixCache(RequestLife):
             return bytearray(np.arange(first, first + stop - start).data)
         if self.device.type != "cpu":
             return torch.as_tensor(slots)[start:stop].to(self.device, torch.int64, copy=True)
-        part = slots[start:stop]
-        return bytearray(as_tokens(part, "slots").data)
+        return self.hold(as_tokens(slots[start:stop], "slots"))
+
+    def hold(self, slots: np.ndarray) -> bytearray:
+        """A node's own copy of `slots`; pages that the tree numbers itself come after them."""
+        if self.allocator is None and slots.size:
+            self._fresh_page = max(self._fresh_page, int(slots.max()) // self.page_size + 1)
+        return bytearray(slots.data)
 
     # ---- lock and evict
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minikv.errors import ArgumentError
+from minikv.errors import ArgumentError, StateError
 from minikv.prefix.node import Node, Slots, as_tensor, as_tokens, join
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class RequestLife:
     device: torch.device
     lock: Any
     unlock: Any
+    root: Node
+    _live: Any
     _insert: Any
 
     def cache_unfinished(self, request: Any) -> None:
@@ -49,6 +51,7 @@ class RequestLife:
         Reserved is what the row holds beyond `computed`. The request's node is unlocked, and it holds nothing any more:
         `row` and `protected_len` are 0, `node` is None. Retraction and abort are this call too.
         """
+        self._refuse(request)
         self._store(request)
         if self.table is not None and request.row:
             end = self.table.end(request.row, request.computed)
@@ -64,6 +67,7 @@ class RequestLife:
         gone = self.table is not None and not request.row
         if whole <= known or gone or self.disable or not getattr(request, "cache", True):
             return []
+        self._refuse(request)
         row = None if self.table is None else self.table.table[request.row]
         tokens = as_tokens(request.token_ids[:whole])
         if tokens.size < whole:
@@ -74,6 +78,19 @@ class RequestLife:
             row[known:present] = join([node.stored for node in path])[known:present]
         request.protected_len = whole
         return path
+
+    def _refuse(self, request: Any) -> None:
+        """Raise for a request that cannot be stored or ended, before anything is changed."""
+        for name, value in (("computed", request.computed), ("protected_len", request.protected_len)):
+            if value < 0 or (self.table is not None and value > self.table.max_context):
+                raise ArgumentError(name, value, "must count tokens of the request, as many as a row holds at most")
+        if self.table is not None and request.row and not self.table.is_held(request.row):
+            raise ArgumentError("row", request.row, "is not in use; a request's row comes from the table's alloc()")
+        node = request.node
+        if node is not None:
+            if node.lock_count == (node is self.root):
+                raise StateError(f"{node} is not locked or was evicted: while a request runs, keep its node locked")
+            self._live(node)
 
     def _free(self, slots: Slots) -> None:
         if self.allocator is not None and len(slots):

@@ -74,6 +74,14 @@ def test_a_slot_both_owned_and_cached_or_free(w: World) -> None:
         w.cache.check(owned=[2 * free])
 
 
+@pytest.mark.parametrize("slot", [99, -3, 0, 18])
+def test_owned_slots_outside_the_pool_are_named(w: World, slot: int) -> None:
+    for owned in ([slot], torch.tensor([slot])):
+        with pytest.raises(StateError, match=rf"owned slot {slot // 2 * 2} \(page {slot // 2}\) is outside"):
+            w.cache.check(owned=owned)
+    w.cache.check(owned=[])
+
+
 def test_nodes_in_the_wrong_place(w: World) -> None:
     top, leaf = node(w, 1, 2), node(w, 3, 4)
     leaf.key = [8, 4]

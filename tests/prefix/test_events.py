@@ -61,6 +61,49 @@ def test_replayed_events_give_the_same_tree_at_every_step(policy: str) -> None:
         frame.tree.check()
 
 
+def test_a_replayed_tree_numbers_pages_that_nothing_holds() -> None:
+    cache = RadixCache(2)
+    cache.insert([1, 2, 3, 4])
+    with cache.record() as recorder:
+        cache.insert([5, 6])
+    copy = recorder.replay()
+    copy.insert([7, 8])
+    cache.insert([7, 8])
+    copy.check()
+    assert copy.match_prefix([7, 8]).slots.tolist() == cache.match_prefix([7, 8]).slots.tolist() == [8, 9]
+    for frame in recorder.frames:
+        frame.tree.insert([7, 8])
+        frame.tree.check()
+
+
+def test_a_copy_of_a_tree_with_an_allocator_numbers_pages_after_its_own() -> None:
+    w = World(pages=8, page_size=2)
+    w.run([1, 2, 3, 4])
+    with w.cache.record() as recorder:
+        w.run([1, 2, 5, 6])
+    copy = recorder.replay()
+    copy.insert([7, 8])
+    copy.check()
+
+
+def test_pages_numbered_beside_given_slots_do_not_collide() -> None:
+    cache = RadixCache(2)
+    cache.insert([1, 2], [4, 5])
+    cache.insert([3, 4])
+    cache.insert([5, 6])
+    cache.check()
+
+
+def test_a_replayed_tree_that_keeps_nothing_keeps_nothing() -> None:
+    cache = RadixCache(1, disable=True)
+    with cache.record() as recorder:
+        cache.insert([1])
+    copy = recorder.replay()
+    copy.insert([1, 2])
+    assert copy.disable
+    assert copy.match_prefix([1, 2]).length == 0
+
+
 def test_replaying_records_the_same_events() -> None:
     c = RadixCache(page_size=1)
     with c.record() as first, c.record() as same:

@@ -84,10 +84,21 @@ def test_ids_beyond_32_bits_are_told_apart() -> None:
     assert c.match_prefix([1, 0, -7]).length == 1
 
 
-@pytest.mark.parametrize("tokens", [[1.5], [[1, 2]], ["a"], np.array([True])])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        *([1.5], [[1, 2]], ["a"], np.array([True]), [[1], [1, 2]], 5, None, [None], "abc", 1.5),
+        *([2**63], [1, 2**64], np.array([2**64 - 1], np.uint64), torch.tensor([2**63], dtype=torch.uint64)),
+        *(torch.ones(2, dtype=torch.bfloat16), torch.ones(2), torch.tensor(3)),
+    ],
+)
 def test_other_tokens_are_refused(tokens) -> None:
-    with pytest.raises(ArgumentError, match="tokens"):
-        RadixCache(page_size=1).match_prefix(tokens)
+    c = RadixCache(page_size=1)
+    for call in (c.match_prefix, c.insert, c.peek):
+        with pytest.raises(ArgumentError, match=r"^tokens="):
+            call(tokens)
+    assert c.total_size == c.stats.lookups == 0
+    assert c.insert(np.array([2**63 - 1], np.uint64)) == 0
 
 
 def test_bad_arguments_name_the_remedy() -> None:

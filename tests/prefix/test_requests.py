@@ -8,6 +8,7 @@ import torch
 from plain_tree import dump
 from prefix_world import Req, World
 
+from minikv.errors import ArgumentError, StateError
 from minikv.memory import PagedAllocator, RequestTable
 from minikv.prefix import RadixCache
 
@@ -107,6 +108,54 @@ def test_a_lost_lock_is_noticed() -> None:
     w.compute(r, 1)
     with pytest.raises(RuntimeError, match="keep its node locked"):
         w.cache.cache_unfinished(r)
+
+
+def _foreign(w: World, r: Req) -> None:
+    other = RadixCache(2)
+    other.insert([1, 2])
+    r.node = other.match_prefix([1, 2]).node
+    other.lock(r.node)
+
+
+def _evicted(w: World, r: Req) -> None:
+    w.cache.insert([9, 9])
+    r.node = w.cache.match_prefix([9, 9]).node
+    w.cache.evict(2)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (_foreign, "another tree"),
+        (_evicted, "keep its node locked"),
+        (lambda w, r: setattr(r, "node", w.cache.root) or w.cache.unlock(w.cache.root), "keep its node locked"),
+        (lambda w, r: setattr(r, "row", -1), "row=-1"),
+        (lambda w, r: setattr(r, "row", 5), "row=5: is not in use"),
+        (lambda w, r: setattr(r, "row", 99), "row=99"),
+        (lambda w, r: setattr(r, "computed", -1), "computed=-1"),
+        (lambda w, r: setattr(r, "computed", 6), "computed=6"),
+        (lambda w, r: setattr(r, "computed", 65), "computed=65"),
+        (lambda w, r: setattr(r, "protected_len", -2), "protected_len=-2"),
+    ],
+)
+def test_a_request_that_cannot_end_changes_nothing(spoil, error: str) -> None:
+    w = World(pages=8, page_size=2)
+    r = w.start([1, 2, 3, 4, 5])
+    w.compute(r)
+    spoil(w, r)
+
+    def state() -> tuple:
+        held = w.allocator.page_is_held.tolist(), w.table.table.tolist(), w.table.available_size()
+        return dump(w.cache), *held, {**vars(r), "node": id(r.node)}
+
+    before = state()
+    calls = [w.cache.cache_finished]
+    if r.computed > r.protected_len >= 0:  # else there is nothing to store
+        calls.append(w.cache.cache_unfinished)
+    for call in calls:
+        with pytest.raises((ArgumentError, StateError), match=error):
+            call(r)
+        assert state() == before
 
 
 def test_a_request_may_refuse_to_be_cached() -> None:
