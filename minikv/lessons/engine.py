@@ -182,7 +182,7 @@ def exercise(id: str) -> Exercise:
 
 
 def check(id: str, function: Callable[..., Any], *, quiet: bool = False) -> Verdict:
-    """Judge a learner's function; print the verdict and return it. Never raises.
+    """Judge a learner's function; print the verdict and return it. Never raises, but for an interrupt (Ctrl-C).
 
     Parameters
     ----------
@@ -197,6 +197,11 @@ def check(id: str, function: Callable[..., Any], *, quiet: bool = False) -> Verd
         verdict = _judge(exercise(id), function)
     except Error as e:
         verdict = Verdict(str(id), False, str(e))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # an id or a function that runs code when it is looked at
+        verdict = Verdict(id if isinstance(id, str) else "?", False, f"cannot be judged ({type(e).__name__})")
+    verdict.message = verdict.message.encode(errors="backslashreplace").decode()  # half characters cannot be printed
     if not quiet:
         print(f"{'solved' if verdict.passed else 'not yet'}: {verdict.exercise}: {verdict.message}")
         if verdict.hints and not verdict.passed:
@@ -286,8 +291,10 @@ def _signature_of(task: Exercise) -> Callable[..., Any]:
 def _raised(e: BaseException) -> str:
     last = traceback.extract_tb(e.__traceback__)[-1]
     try:
-        text = str(e)
-    except Exception:
+        text = shorten(str(e), 400)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         text = "(no message)"
     return f"{type(e).__name__}: {text} (in {last.name}, line {last.lineno})"
 
