@@ -69,9 +69,10 @@ def limited(function: Callable[..., Any], steps: int, call: Callable[[], T]) -> 
     def each_call(frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename != home:
             return None
-        frame.f_trace_opcodes = True
+        frame.f_trace, frame.f_trace_opcodes = each_step, True  # in this order: Python 3.13 looks at both
         return each_step
 
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 reports no opcodes in this thread at all
     try:
         sys.settrace(each_call)
         result = call()
