@@ -166,7 +166,9 @@ def test_graph_timing_runs_every_call() -> None:
     x = torch.zeros(1, device="cuda")
     t = measure_graph([lambda: x.add_(1)] * 5, warmup=1, samples=4)
     assert t.samples == 4
-    assert x.item() == 5 + 5 * (1 + 4), "once before the capture, then every replay"
+    replays, rest = divmod(int(x.item()) - 5, 5)  # each call ran once before the capture
+    assert rest == 0
+    assert replays >= 1 + 4, "the warm-up lasts until clocks have risen"
 
 
 @pytest.mark.gpu
