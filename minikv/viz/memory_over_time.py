@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from minikv.errors import ArgumentError
 from minikv.viz import style
 from minikv.viz.canvas import Canvas
 from minikv.viz.style import Drawing
@@ -36,7 +37,15 @@ def draw(
         All memory there is, drawn as the limit line.
     unit, time
         Units of the two axes.
+
+    Raises
+    ------
+    ArgumentError
+        Without any policy, or for a capacity that is no number above 0.
     """
+    if not levels:
+        raise ArgumentError("levels", levels, "is empty; give at least one policy, with a row per moment")
+    style.check_positive("capacity", capacity)
     figure, panels = style.chart(title, f"time ({time})", [f"{name}\n({unit})" for name in levels],
                                  size=(11.95, 1.5 + 3.1 * len(levels)))  # fmt: skip
     rows, said = [], []
@@ -100,7 +109,15 @@ def strip(
         When given, pages are framed.
     note
         What happens at this moment.
+
+    Raises
+    ------
+    ArgumentError
+        For a memory, or pages, of no slots.
     """
+    style.check_positive("size", size)
+    if page_size is not None:
+        style.check_positive("page_size", page_size)
     owner: dict[int, tuple[style.Request, bool]] = {}
     parts = [dict(s) for s in segments]
     for part in parts:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from minikv.errors import ArgumentError
 from minikv.viz import style
 from minikv.viz.canvas import Canvas
 from minikv.viz.live import Holder, Texts, holders, ints
@@ -30,37 +35,86 @@ class Page:
         return "free" if self.free_at >= 0 else "cached" if self.cached else "held"
 
 
-def read(allocator: Any, requests: Any = None, cache: Any = None, table: Any = None, decode: Any = None) -> list[Page]:
-    """All pages of `allocator` but page 0, with what is known about each of their slots (not in a large pool)."""
-    size, text, detail = allocator.page_size, Texts(decode), _detailed(allocator)
+@dataclass
+class Pool:
+    """What is known of every page, by its number; page 0 is among them and is never drawn.
+
+    Whole pools lie in arrays, as there may be a million pages: a `Page` is made for those that are drawn one by one.
+    """
+
+    free: np.ndarray  # the free list, next first
+    free_at: np.ndarray  # each page's place in it
+    cached: np.ndarray
+    locks: np.ndarray
+    letters: dict[int, list[str]] = field(default_factory=dict)
+    cells: dict[int, list[tuple[str, str, style.Request | None]]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return len(self.free_at) - 1
+
+    def page(self, n: int) -> Page:
+        at, cached, locks = int(self.free_at[n]), bool(self.cached[n]), int(self.locks[n])
+        return Page(n, at, self.letters.get(n, []), cached, locks, self.cells.get(n, []))
+
+    def pages(self, numbers: Iterable[int] | None = None) -> list[Page]:
+        """The pages of these numbers; None: all."""
+        return [self.page(n) for n in (range(1, self.count + 1) if numbers is None else numbers)]
+
+
+def read(allocator: Any, requests: Any = None, cache: Any = None, table: Any = None, decode: Any = None) -> Pool:
+    """All pages of `allocator`, with what is known about each of their slots (not in a large pool).
+
+    Raises
+    ------
+    ArgumentError
+        When requests or cache hold slots that this allocator does not have.
+    """
+    size, text, detail, many = allocator.page_size, Texts(decode), _detailed(allocator), allocator.num_pages + 1
     unknown = "plain" if requests is None and cache is None else "empty"
-    pages = [Page(n, cells=[("", unknown, None)] * (size * detail)) for n in range(allocator.num_pages + 1)]
-    for order, n in enumerate(ints(allocator.free_pages)):
-        pages[n].free_at = order
-        pages[n].cells = [("", "free", None)] * (size * detail)
+    free = _array(allocator.free_pages)
+    pool = Pool(free, np.full(many, -1), np.zeros(many, bool), np.zeros(many, np.int64))
+    pool.free_at[free] = np.arange(len(free))
+    if detail:
+        kinds = {True: [("", "free", None)] * size, False: [("", unknown, None)] * size}
+        pool.cells = {n: list(kinds[bool(pool.free_at[n] >= 0)]) for n in range(many)}
     for node in cache.nodes() if cache is not None else ():
-        for token, slot in zip(ints(node.key), ints(node.slots), strict=False):
-            page = pages[slot // size]
-            page.cached, page.locks = True, max(page.locks, node.lock_count)
-            if detail:
-                page.cells[slot % size] = (text(token), "plain", None)
+        slots = _array(node.slots)[: len(node.key)]
+        held = _numbers("cache", slots, allocator)
+        pool.cached[held], pool.locks[held] = True, np.maximum(pool.locks[held], node.lock_count)
+        for token, slot in zip(ints(node.key), slots.tolist(), strict=False) if detail else ():
+            pool.cells[slot // size][slot % size] = (text(token), "plain", None)
     for one in holders(requests, table):
-        for i, slot in enumerate(one.slots):
-            page = pages[slot // size]
-            if page.number == 0:
+        for n in _numbers("requests", np.array(one.slots, np.int64), allocator).tolist():
+            if n and one.letter not in pool.letters.setdefault(n, []):
+                pool.letters[n].append(one.letter)
+        for i, slot in enumerate(one.slots if detail else ()):
+            cells = pool.cells[slot // size]
+            if slot < size:
                 continue
-            if one.letter not in page.letters:
-                page.letters.append(one.letter)
-            if not detail:
-                continue
-            shown, kind, who = page.cells[slot % size]
+            shown, kind, who = cells[slot % size]
             shown = text(one.tokens[i]) if i < len(one.tokens) else shown
             if i >= one.reused and kind != "computed":
                 kind, who = "computed", one.look
             elif who is None:
                 kind, who = "reused", one.look
-            page.cells[slot % size] = (shown, kind, who)
-    return pages[1:]
+            cells[slot % size] = (shown, kind, who)
+    return pool
+
+
+def _array(values: Any) -> np.ndarray:
+    """A tensor, array or sequence of integers as int64 on the host."""
+    values = values.cpu() if hasattr(values, "cpu") else [] if values is None else values
+    return np.asarray(values, dtype=np.int64).reshape(-1)
+
+
+def _numbers(argument: str, slots: np.ndarray, allocator: Any) -> np.ndarray:
+    """The pages of `slots`, each once."""
+    size, end = allocator.page_size, (allocator.num_pages + 1) * allocator.page_size
+    outside = slots[(slots < 0) | (slots >= end)]
+    if len(outside):
+        raise ArgumentError(argument, int(outside[0]), f"is no slot of this allocator, whose slots end at {end - 1}")
+    return np.unique(slots // size)
 
 
 def _detailed(allocator: Any) -> bool:
@@ -93,18 +147,17 @@ def draw(
     decode
         Tokenizer, function of a list of ids, or texts by id.
     """
-    pages = read(allocator, requests, cache, table, decode)
-    free = sum(p.state == "free" for p in pages)
-    cached = sum(p.cached for p in pages)
-    facts = f"{len(pages)} pages of {allocator.page_size} slots: {len(pages) - free} held, {free} free"
+    pool = read(allocator, requests, cache, table, decode)
+    free, cached = int((pool.free_at[1:] >= 0).sum()), int(pool.cached[1:].sum())
+    facts = f"{pool.count} pages of {allocator.page_size} slots: {pool.count - free} held, {free} free"
     facts += f", {cached} of the held ones in the cache" if cached else ""
     desc = f"Physical memory as {facts}."
     canvas = Canvas(title, desc, subtitle=f"{facts} · page 0 takes the writes of padding and is never handed out")
     if _detailed(allocator):
-        place(canvas, pages, canvas.top)
+        place(canvas, pool.pages(), canvas.top)
     else:
-        _small(canvas, pages)
-    return canvas.finish(_text(title, facts, pages), _rows(pages))
+        _small(canvas, pool)
+    return canvas.finish(_text(title, facts, pool), _rows(pool))
 
 
 def page_table(
@@ -125,11 +178,20 @@ def page_table(
         Letter of the request whose page table is drawn; the first one by default.
     allocator, requests, cache, table, decode
         As in :func:`draw`.
+
+    Raises
+    ------
+    ArgumentError
+        When there is no such request, or none at all, or one holds slots that the allocator does not have.
     """
     found = {h.letter: h for h in holders(requests, table)}
+    if not found:
+        raise ArgumentError("requests", requests, "is empty; give the request whose page table is to be drawn")
+    if who is not None and who not in found:
+        raise ArgumentError("who", who, f"is the letter of no request here; there are {', '.join(found)}")
     one = found[who or next(iter(found))]
     size = allocator.page_size
-    pages = read(allocator, requests, cache, table, decode)
+    pool = read(allocator, requests, cache, table, decode)
     title = title or f"Page table of request {one.letter}"
     blocks = [one.slots[i : i + size] for i in range(0, len(one.slots), size)]
     numbers = [block[0] // size for block in blocks]
@@ -139,12 +201,13 @@ def page_table(
     y, x = canvas.top + 4, canvas.margin
     starts = _logical(canvas, one, blocks, x, y, max(cell, 12), decode)
     strip = canvas.page_box(size, max(cell, 12))[1]
-    keep = [p for p in pages if p.number in set(numbers)] if len(pages) > COLUMNS else pages
+    keep = pool.pages(sorted({*numbers} - {0}) if pool.count > COLUMNS else None)
     boxes = place(canvas, keep, y + strip + 92)
     note = {"size": 11.5, "fill": style.MUTED, "anchor": "end", "halo": style.PAPER}
     canvas.text(canvas.right, y + strip + 82, "physical memory", **note)
     for start, n in zip(starts, numbers, strict=True):
-        canvas.arrow(start, y + strip + 2, boxes[n][0], boxes[n][1], colour=one.look.colour)
+        if n in boxes:
+            canvas.arrow(start, y + strip + 2, boxes[n][0], boxes[n][1], colour=one.look.colour)
     rows = [{"block": b, "tokens": len(blocks[b]), "page": n, "first slot": n * size} for b, n in enumerate(numbers)]
     return canvas.finish(f"{title}\n{style.Table(rows)}", rows)
 
@@ -210,22 +273,17 @@ def _foot(canvas: Canvas, page: Page, x: float, y: float) -> None:
             canvas.text(x, low, words, size=10.5, anchor="middle", fill=style.MUTED)
 
 
-def _small(canvas: Canvas, pages: list[Page]) -> None:
+def _small(canvas: Canvas, pool: Pool) -> None:
     """Large pools: one small square per page, or per group of pages when there are very many."""
-    group = -(-len(pages) // SMALL_SQUARES)
-    per_row, step = 50, 16.2
-    for i in range(0, len(pages), group):
-        some, k = pages[i : i + group], i // group
+    group, per_row, step = _group(pool), 50, 16.2
+    for k, (first, last, held, letters) in enumerate(_squares(pool)):
         x, y = canvas.margin + k % per_row * step, canvas.top + k // per_row * step
-        held = [p for p in some if p.state != "free"]
-        share = len(held) / len(some)
         _free_square(canvas, x, y)
         if held:
-            letters = [p.letters[0] for p in held if p.letters]
-            who = style.request(max(set(letters), key=letters.count)) if letters else None
+            who = style.request(letters.most_common(1)[0][0]) if letters else None
             if who:
                 canvas.seen.setdefault(who.letter, who)
-            tall = max(14 * share, 2)
+            tall = max(14 * held / (last - first + 1), 2)
             canvas.rect(x, y + 14 - tall, 14, tall, fill=who.colour if who else style.NEUTRAL, r=3)
             if who and group == 1:
                 canvas.text(x + 7, y + 10.5, who.letter, size=9, weight=600, fill=who.ink, anchor="middle", fit=14)
@@ -233,22 +291,48 @@ def _small(canvas: Canvas, pages: list[Page]) -> None:
     y = canvas.bottom + 24
     canvas.text(canvas.margin, y, words, fill=style.MUTED)
     x = canvas.margin + 24 + 6.3 * len(words)
-    grey = [p for p in pages if p.state != "free" and not p.letters]
-    if grey:
+    grey = pool.free_at < 0
+    grey[[0, *pool.letters]] = False
+    if grey.any():
         canvas.rect(x, y - 11, 14, 14, fill=style.NEUTRAL, r=3)
-        what = "held: in the cache" if all(p.cached for p in grey) else "held, no request named"
+        what = "held: in the cache" if pool.cached[grey].all() else "held, no request named"
         canvas.text(x + 20, y, what, fill=style.MUTED)
         x += 44 + 6.3 * len(what)
-    if len(grey) < len(pages):
+    if grey.sum() < pool.count:
         _free_square(canvas, x, y - 11)
         canvas.text(x + 20, y, "free", fill=style.MUTED)
+
+
+def _group(pool: Pool) -> int:
+    """How many pages one small square stands for."""
+    return max(-(-pool.count // SMALL_SQUARES), 1)
+
+
+def _squares(pool: Pool) -> list[tuple[int, int, int, Counter[str]]]:
+    """Each small square's first and last page, how many of them are held, and by whom (each page's first letter)."""
+    group = _group(pool)
+    firsts = range(1, pool.count + 1, group)
+    held = [int((pool.free_at[first : first + group] < 0).sum()) for first in firsts]
+    letters: list[Counter[str]] = [Counter() for _ in firsts]
+    for n in sorted(pool.letters):
+        if pool.free_at[n] < 0:
+            letters[(n - 1) // group][pool.letters[n][0]] += 1
+    return [
+        (first, min(first + group - 1, pool.count), h, who) for first, h, who in zip(firsts, held, letters, strict=True)
+    ]
 
 
 def _free_square(canvas: Canvas, x: float, y: float) -> None:
     canvas.rect(x, y, 14, 14, fill=style.PAPER, stroke=style.NEUTRAL, r=3, dash="1.2 1.8")
 
 
-def _rows(pages: list[Page]) -> list[dict[str, Any]]:
+def _rows(pool: Pool) -> list[dict[str, Any]]:
+    """A row per page, or per square where one stands for several pages."""
+    if _group(pool) > 1:
+        return [
+            {"pages": f"{first}–{last}", "held": held, "free": last - first + 1 - held, "requests": " ".join(letters)}
+            for first, last, held, letters in _squares(pool)
+        ]
     return [
         {
             "page": p.number,
@@ -258,15 +342,14 @@ def _rows(pages: list[Page]) -> list[dict[str, Any]]:
             "free list": p.free_at + 1 if p.free_at >= 0 else "",
             "tokens": " ".join(style.token_text(c[0]) for c in p.cells if c[0]),
         }
-        for p in pages
+        for p in pool.pages()
     ]
 
 
-def _text(title: str, facts: str, pages: list[Page], limit: int = 40) -> str:
-    order = [p.number for p in sorted((p for p in pages if p.free_at >= 0), key=lambda p: p.free_at)]
+def _text(title: str, facts: str, pool: Pool, limit: int = 40) -> str:
+    order, held = pool.free[:25].tolist(), np.flatnonzero(pool.free_at[1:] < 0) + 1
     lines = [f"{title}: {facts}"]
-    held = [p for p in pages if p.state != "free"]
-    for p in held[:limit]:
+    for p in pool.pages(held[:limit].tolist()):
         cells = "|".join(style.pad(style.shorten(style.token_text(c[0]) or "·", 8), 1) for c in p.cells)
         lock = f"  locked {p.locks}" if p.locks else ""
         lines.append(f"  page {p.number:>3}  {style.pad(' '.join(p.letters) or p.state, 8)} [{cells}]{lock}")

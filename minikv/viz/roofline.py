@@ -34,8 +34,19 @@ def draw(
         Operations per second that the arithmetic units deliver.
     where
         What machine these limits belong to.
+
+    Raises
+    ------
+    ArgumentError
+        For a limit, an intensity or a speed that is no number above 0: the axes are logarithmic.
     """
     work = [dict(p) for p in points]
+    style.check_positive("bandwidth", bandwidth)
+    style.check_positive("peak", peak)
+    for point in work:
+        style.check_positive("intensity", point["intensity"])
+        if point.get("flops") is not None:
+            style.check_positive("flops", point["flops"])
     ridge = peak / bandwidth
     low = min([p["intensity"] for p in work] + [ridge]) / 4
     high = max([p["intensity"] for p in work] + [ridge]) * 8

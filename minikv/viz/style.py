@@ -11,6 +11,7 @@ show SVG as an image, which cannot see the page's colours.
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -237,6 +238,16 @@ class Drawing:
             raise ArgumentError("path", str(path), "a drawing is saved as .svg, or as .txt for its text form")
         path.write_text(self.svg if path.suffix == ".svg" else self.text + "\n", encoding="utf-8")
         return path
+
+
+def check_positive(argument: str, value: Any) -> None:
+    """Raise ArgumentError for what is not a finite number above 0."""
+    try:
+        good = 0 < value < math.inf
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise ArgumentError(argument, value, "must be a number above 0")
 
 
 def many(count: int, noun: str) -> str:

@@ -98,6 +98,71 @@ def test_a_large_pool_stays_small() -> None:
     assert "one square is 167 pages" in drawing.svg
 
 
+def test_a_pool_of_a_million_pages_makes_few_objects(monkeypatch) -> None:
+    allocator = PagedAllocator(1 << 24, 16, device="cpu")
+    slots = allocator.alloc(16 * 300_000)
+    made = []
+    monkeypatch.setattr(pages, "Page", lambda *a, make=pages.Page: made.append(1) or make(*a))
+    drawing = pages.draw(allocator, requests={"A": slots[: 16 * 2000], "B": slots[16 * 1000 : 16 * 1500]})
+    assert len(made) < 100, "only what is written out page by page"
+    assert len(drawing.data) <= 600
+    assert drawing.data[0] == {"pages": "1–1748", "held": 1748, "free": 0, "requests": "A"}
+    assert sum(row["held"] for row in drawing.data) == 300_000
+    assert sum(row["free"] for row in drawing.data) == (1 << 20) - 300_000
+    assert "300000 held, 748576 free" in drawing.text
+    assert drawing.text.splitlines()[-1].endswith("300024 …")
+    table = pages.page_table(allocator, {"A": slots[:48]})
+    assert [row["page"] for row in table.data] == [1, 2, 3]
+    assert len(made) < 150
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_slots_of_another_allocator_are_refused(size: int) -> None:
+    allocator = PagedAllocator(12 * size, size, device="cpu")
+    node = SimpleNamespace(key=[1], slots=[13 * size], lock_count=0)
+    for bad in ([10**6], [13 * size], [-1]):
+        with pytest.raises(ArgumentError, match=rf"requests={bad[0]}: is no slot of this allocator.* end at"):
+            pages.draw(allocator, requests=[bad])
+        with pytest.raises(ArgumentError, match="requests="):
+            pages.page_table(allocator, [bad])
+    with pytest.raises(ArgumentError, match="cache="):
+        pages.draw(allocator, cache=SimpleNamespace(nodes=lambda: [node]))
+    assert pages.draw(allocator, requests=[]).data
+    assert pages.page_table(allocator, [[0, 1]]).data, "page 0 is not drawn, and has no arrow"
+    assert pages.page_table(allocator, [[]]).data == []
+
+
+def test_a_page_table_needs_a_request() -> None:
+    allocator = PagedAllocator(48, 4, device="cpu")
+    for none in ([], {}, None):
+        with pytest.raises(ArgumentError, match=r"requests=.*give the request"):
+            pages.page_table(allocator, none)
+    with pytest.raises(ArgumentError, match=r"who='C': .*there are A, B"):
+        pages.page_table(allocator, [[4], [8]], who="C")
+
+
+def test_charts_of_nothing_say_what_they_need() -> None:
+    with pytest.raises(ArgumentError, match=r"levels=\{\}: .*at least one policy"):
+        memory_over_time.draw({}, 10)
+    for bad in (0, -1, math.nan, None):
+        with pytest.raises(ArgumentError, match="capacity="):
+            memory_over_time.draw({"paged": []}, bad)
+        with pytest.raises(ArgumentError, match="size="):
+            memory_over_time.strip([], bad)
+        with pytest.raises(ArgumentError, match="bandwidth="):
+            roofline.draw([], bandwidth=bad, peak=1.0)
+        with pytest.raises(ArgumentError, match="peak="):
+            roofline.draw([], bandwidth=1.0, peak=bad)
+        with pytest.raises(ArgumentError, match="intensity="):
+            roofline.draw([{"name": "a", "intensity": bad}], bandwidth=1.0, peak=1.0)
+    with pytest.raises(ArgumentError, match="flops=0"):
+        roofline.draw([{"name": "a", "intensity": 1.0, "flops": 0}], bandwidth=1.0, peak=1.0)
+    with pytest.raises(ArgumentError, match="page_size=0"):
+        memory_over_time.strip([], 8, page_size=0)
+    assert memory_over_time.draw({"paged": []}, 10).data[0]["moments"] == 0
+    assert roofline.draw([], bandwidth=1.0, peak=1.0).data == []
+
+
 def test_the_page_table_has_an_arrow_per_block(running, look) -> None:
     drawing = pages.page_table(
         running.allocator, running.requests, who="C", cache=running.cache, table=running.table, decode=example.decode
