@@ -283,10 +283,8 @@ class PagedAllocator:
             Naming the page that is already free, reserved or out of range, before anything is changed: always for CPU
             tensors, with ``debug=True`` for device tensors. Without it such a page is ignored, and a later call warns.
         """
-        try:
-            slots = torch.as_tensor(slots).reshape(-1)
-        except (TypeError, ValueError, RuntimeError):
-            raise ArgumentError("slots", slots, "must be int64 or int32 [n], a tensor or a list") from None
+        slots = slots if isinstance(slots, torch.Tensor) else torch.as_tensor(host_integers("slots", slots))
+        slots = slots.reshape(-1)
         if slots.numel() == 0:
             return
         if slots.dtype not in (torch.int64, torch.int32):

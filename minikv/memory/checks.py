@@ -11,8 +11,8 @@ import torch
 from minikv.errors import ArgumentError
 
 
-def whole(name: str, value: Any) -> int:
-    """`value` as an int, when it is one of some kind.
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """`value` as an int, when it is one of some kind and not below `least`.
 
     Examples
     --------
@@ -24,9 +24,12 @@ def whole(name: str, value: Any) -> int:
     minikv.errors.ArgumentError: size=12.0: must be a whole number; pass an int
     """
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise ArgumentError(name, value, "must be a whole number; pass an int") from None
+    if least is not None and number < least:
+        raise ArgumentError(name, value, f"must be at least {least}")
+    return number
 
 
 def host_integers(name: str, values: Any, ndim: int | None = None) -> np.ndarray:
@@ -37,27 +40,19 @@ def host_integers(name: str, values: Any, ndim: int | None = None) -> np.ndarray
     ArgumentError
         For a tensor on a GPU, anything but integers of 64 bits, or other than `ndim` dimensions.
     """
-    given = values
-    if isinstance(values, torch.Tensor):
-        if values.is_cuda:
-            raise ArgumentError(name, values.device, "must be a CPU tensor: reading it back would wait for the device")
-        try:
-            values = values.numpy()
-        except (TypeError, RuntimeError):  # types that NumPy lacks, tensors with a gradient
-            raise ArgumentError(name, given, "must be integers") from None
-    elif not isinstance(values, np.ndarray):
-        try:
-            values = np.asarray(values)
-        except (ValueError, TypeError):  # lists of unequal lengths, or of tensors on a GPU
-            raise ArgumentError(name, given, "must be integers") from None
-        values = values if values.size else values.astype(np.int64)
-    if values.dtype.kind not in "iu" or (ndim is not None and values.ndim != ndim):
-        raise ArgumentError(name, given, "must be integers" + ("" if ndim is None else " [n]"))
-    if values.dtype != np.int64:
-        if values.dtype == np.uint64 and values.size and values.max() >= 2**63:
-            raise ArgumentError(name, int(values.max()), "does not fit into 64 bits with a sign")
-        values = values.astype(np.int64)
-    return values
+    try:
+        if isinstance(values, torch.Tensor):
+            array = values.numpy()
+        else:
+            array = values if isinstance(values, np.ndarray) else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # on a GPU, of unequal lengths, of a type that NumPy lacks
+        raise ArgumentError(name, values, "must be integers: a CPU tensor, an array or a list") from None
+    kind = array.dtype.kind  # an empty list has none to speak of
+    if array.size and kind != "i" and (kind != "u" or array.max() >= 2**63):
+        raise ArgumentError(name, values, "must be integers of 64 bits with a sign")
+    if ndim is not None and array.ndim != ndim:
+        raise ArgumentError(name, values, f"must have {ndim} dimension, not {array.ndim}")
+    return array if array.dtype == np.int64 else array.astype(np.int64)
 
 
 def refuse_misplaced(last_loc: np.ndarray, prefix: np.ndarray, page_size: int, nobodys: np.ndarray) -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 
@@ -48,15 +49,12 @@ def plan_size(
     """
     if memory is None:
         memory = int(memory_facts(pick_device(device)).free * DEFAULT_SHARE)
-    for name, value in (("bytes_per_token", bytes_per_token), ("page_size", page_size)):
-        if whole(name, value) < 1:
-            raise ArgumentError(name, value, "must be at least 1")
-    if not isinstance(memory, int | float) or not math.isfinite(memory):
+    page_bytes = whole("bytes_per_token", bytes_per_token, 1) * whole("page_size", page_size, 1)
+    if not isinstance(memory, Real) or not math.isfinite(memory):
         raise ArgumentError("memory", memory, "must be a finite number of bytes, or None for a share of what is free")
-    pages = int(memory) // (bytes_per_token * page_size) - 1
+    pages = int(memory) // page_bytes - 1
     if pages < 1:
-        need = 2 * bytes_per_token * page_size
-        raise ArgumentError("memory", memory, f"bytes hold no page besides page 0; give at least {need}")
+        raise ArgumentError("memory", memory, f"bytes hold no page besides page 0; give at least {2 * page_bytes}")
     return pages * page_size
 
 
@@ -74,16 +72,9 @@ class _Pool:
         device: torch.device | str,
         kernels: str,
     ) -> None:
-        size, page_size, num_layers = (
-            whole("size", size),
-            whole("page_size", page_size),
-            whole("num_layers", num_layers),
-        )
-        row = whole("kv_heads", row[0]), whole("head_dim", row[1])
-        sizes = {"size": size // max(page_size, 1), "page_size": page_size, "num_layers": num_layers}
-        for name, value in {**sizes, "kv_heads": row[0], "head_dim": row[1]}.items():
-            if value < 1:
-                raise ArgumentError(name, value, "must be at least 1 (size: at least one page)")
+        page_size, num_layers = whole("page_size", page_size, 1), whole("num_layers", num_layers, 1)
+        size = whole("size", size, page_size)
+        row = whole("kv_heads", row[0], 1), whole("head_dim", row[1], 1)
         self.device = pick_device(device)
         if dtype not in DTYPES:
             raise ArgumentError("dtype", dtype, "a pool stores float32, float16, bfloat16 or float8_e4m3fn")
@@ -107,17 +98,15 @@ class _Pool:
 
     def _store(self, layer: int, slots: torch.Tensor, rows: dict[str, torch.Tensor], scales: dict[str, float]) -> None:
         for name, tensor in {"slots": slots, **rows}.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise ArgumentError(name, tensor, f"must be a tensor on {self.device}; torch.as_tensor makes one")
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type != self.device.type:
+                where = getattr(tensor, "device", tensor)
+                raise ArgumentError(name, where, f"must be a tensor on the pool's device, {self.device}")
         n, rows = slots.numel(), {name: tensor.detach() for name, tensor in rows.items()}
         layer = layer if type(layer) is int else whole("layer", layer)
         if not 0 <= layer < len(self._parts[0]):
             raise ArgumentError("layer", layer, f"must be 0 to {len(self._parts[0]) - 1}")
         if slots.ndim != 1 or slots.dtype not in (torch.int64, torch.int32):
             raise ArgumentError("slots", slots, "must be int64 or int32 [n]")
-        for name, tensor in {"slots": slots, **rows}.items():
-            if tensor.device.type != self.device.type:
-                raise ArgumentError(name, tensor.device, f"must be on the pool's device, {self.device}")
         for name, tensor in rows.items():
             want = (n, *self._parts[0][layer].shape[1:])
             if tensor.shape != want:
@@ -125,7 +114,7 @@ class _Pool:
             if tensor.dtype not in DTYPES:
                 raise ArgumentError(name, tensor.dtype, "must be a floating type that a pool stores")
         for name, scale in scales.items():
-            if not isinstance(scale, int | float) or not FP32.tiny <= scale <= FP32.max:
+            if not isinstance(scale, Real) or not FP32.tiny <= scale <= FP32.max:
                 remedy = "must be a positive number that float32 holds; 1.0 stores values as they are"
                 raise ArgumentError(name, scale, remedy)
         if n == 0:
@@ -138,9 +127,9 @@ class _Pool:
             refuse_interpreted_bf16(pool=caches[0], **rows)
             if self.dtype == FP8 and self.device.type == "cpu" and any(r.dtype != FP8 for r in rows.values()):
                 raise ArgumentError("dtype", FP8, "Triton's interpreter rounds to fp8 wrongly; use kernels='torch'")
-            store_triton(caches, slots, list(rows.values()), list(scales.values()))
+            store_triton(caches, slots, list(rows.values()), [*map(float, scales.values())])
         else:
-            store_torch(caches, slots, list(rows.values()), list(scales.values()))
+            store_torch(caches, slots, list(rows.values()), [*map(float, scales.values())])
 
     def __repr__(self) -> str:
         kind, shape = type(self).__name__, "×".join(map(str, self.k(0).shape[1:]))
@@ -249,10 +238,8 @@ class MLAPool(_Pool):
         device: torch.device | str,
         kernels: str = "auto",
     ) -> None:
-        for name, value, least in (("kv_lora_rank", kv_lora_rank, 1), ("rope_dim", rope_dim, 0)):
-            if whole(name, value) < least:
-                raise ArgumentError(name, value, f"must be at least {least}")
-        super().__init__(size, page_size, num_layers, (1, kv_lora_rank + rope_dim), 1, dtype, device, kernels)
+        columns = whole("kv_lora_rank", kv_lora_rank, 1) + whole("rope_dim", rope_dim, 0)
+        super().__init__(size, page_size, num_layers, (1, columns), 1, dtype, device, kernels)
         self.kv_lora_rank = kv_lora_rank
 
     def v(self, layer: int) -> torch.Tensor:

@@ -56,10 +56,7 @@ class RequestTable:
     def __init__(
         self, max_requests: int, max_context: int, device: torch.device | str = "cpu", debug: bool = False
     ) -> None:
-        max_requests, max_context = whole("max_requests", max_requests), whole("max_context", max_context)
-        for name, value in (("max_requests", max_requests), ("max_context", max_context)):
-            if value < 1:
-                raise ArgumentError(name, value, "must be at least 1")
+        max_requests, max_context = whole("max_requests", max_requests, 1), whole("max_context", max_context, 1)
         self.max_requests, self.max_context, self.debug = max_requests, max_context, debug
         self.device = pick_device(device)
         self.table = torch.zeros(max_requests + 1, max_context, dtype=torch.int32, device=self.device)
@@ -73,8 +70,7 @@ class RequestTable:
 
     def alloc(self, n: int) -> list[int] | None:
         """Take `n` rows, or None (and nothing is taken) when fewer are free. They are zero."""
-        if (n := whole("n", n)) < 0:
-            raise ArgumentError("n", n, "must be 0 or more rows")
+        n = whole("n", n, 0)
         if n > len(self._free):
             return None
         if self.debug and bool(self.table[0].any()):
@@ -137,12 +133,11 @@ class RequestTable:
             raise ArgumentError("slots", slots, "must be an int64 or int32 tensor")
         if slots.ndim != 1 or slots.numel() != total:
             raise ArgumentError("slots", tuple(slots.shape), f"must be [{total}], one slot per new token")
-        if self.debug and total and int(slots.min()) < 1:
-            raise ArgumentError("slots", int(slots.min()), "belongs to padding or to nothing; rows hold slots above 0")
-        if (self.debug or not slots.is_cuda) and total and slots.dtype == torch.int64:
-            low, high = (int(x) for x in slots.aminmax())
-            if low < -(2**31) or high >= 2**31:
-                raise ArgumentError("slots", low if low < 0 else high, "does not fit into the table's int32")
+        if total and (self.debug or not slots.is_cuda):
+            low, high = map(int, slots.aminmax())
+            if low < (1 if self.debug else -(2**31)) or high >= 2**31:
+                wrong = high if high >= 2**31 else low
+                raise ArgumentError("slots", wrong, "is padding's or nothing's; rows hold int32 slots above 0")
         index = row * self.max_context + start
         if total != row.size or not (new == 1).all():  # not a decode step
             index = np.repeat(index + new - np.cumsum(new), new) + np.arange(total)

@@ -84,9 +84,10 @@ def _of_slots(cache: RadixCache, nodes: list[Node], owned: Iterable[Any]) -> Ite
     for i in np.flatnonzero((cached < 1) | (cached > allocator.num_pages)):
         yield f"{nodes[holder[i * size]]}: slot {pages[i, 0]} is outside the allocator's pages"
     parts = [owned] if isinstance(owned, torch.Tensor | np.ndarray) else list(owned)
-    mine = np.unique(np.concatenate([np.empty(0, np.int64), *(_numbers(part).reshape(-1) for part in parts)]) // size)
-    for page in mine[(mine < 1) | (mine > allocator.num_pages)]:
-        yield f"owned slot {page * size} (page {page}) is outside the allocator's pages"
+    given = np.concatenate([np.empty(0, np.int64), *(_numbers(part).reshape(-1) for part in parts)])
+    mine = np.unique(given // size)
+    for slot in given[(given < size) | (given >= (allocator.num_pages + 1) * size)]:
+        yield f"owned slot {slot} is outside the allocator's pages"
     free = _numbers(allocator.free_pages)
     for one, other, names in (
         (cached, free, "both cached and free"),

@@ -196,10 +196,8 @@ def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
     except (TypeError, ValueError):  # no sequence, lists of unequal lengths, a type that NumPy lacks
         raise ArgumentError(name, given, "must be one line of integers") from None
     tokens = tokens if tokens.size else tokens.astype(np.int64)
-    if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-        raise ArgumentError(name, given, "must be one line of integers")
-    if tokens.dtype.kind == "u" and tokens.size and tokens.max() >= 2**63:
-        raise ArgumentError(name, int(tokens.max()), "is too large: ids must be below 2**63")
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 1 or (tokens.dtype.kind == "u" and (tokens >= 2**63).any()):
+        raise ArgumentError(name, given, "must be one line of integers, below 2**63")
     return np.ascontiguousarray(tokens, np.int64)
 
 

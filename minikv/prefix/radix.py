@@ -66,8 +66,8 @@ class RadixCache(RequestLife):
         self, page_size: int, allocator: PagedAllocator | None = None, table: RequestTable | None = None,
         eviction: str = "lru", disable: bool = False,
     ) -> None:  # fmt: skip
-        if page_size < 1:
-            raise ArgumentError("page_size", page_size, "must be at least 1")
+        if not isinstance(page_size, int | np.integer) or page_size < 1:
+            raise ArgumentError("page_size", page_size, "must be a whole number, at least 1")
         if allocator is not None and allocator.page_size != page_size:
             raise ArgumentError("page_size", page_size, f"must be the allocator's, {allocator.page_size}")
         self.page_size, self.allocator, self.table = page_size, allocator, table

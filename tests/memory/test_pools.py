@@ -197,7 +197,7 @@ def test_plain_mistakes_are_named(kind, change, message) -> None:
     with pytest.raises(ArgumentError, match=f"^{message}"):
         pool.set_kv(**{"layer": 0, **right, **change})
     assert not pool.k(0).any()
-    pool.set_kv(np.int64(0), **right)
+    pool.set_kv(np.int64(0), **right, k_scale=np.float32(2), v_scale=2)
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,9 @@ def test_other_tokens_are_refused(tokens) -> None:
 
 
 def test_bad_arguments_name_the_remedy() -> None:
-    with pytest.raises(ArgumentError, match="page_size"):
-        RadixCache(page_size=0)
+    for page_size in (0, 2.0, "2", None):
+        with pytest.raises(ArgumentError, match="page_size"):
+            RadixCache(page_size)
     with pytest.raises(ArgumentError, match="lru, lfu"):
         RadixCache(page_size=1, eviction="random")
     with pytest.raises(ArgumentError, match="slots"):
