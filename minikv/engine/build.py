@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
-from minikv.device import default_dtype, memory_facts
+from minikv.device import memory_facts
 from minikv.engine.batch import Batch
 from minikv.errors import ArgumentError
 from minikv.memory import KVPool, MLAPool, plan_size
 from minikv.models import ModelConfig
+from minikv.models.load import DTYPES
 
-DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-}  # fmt: skip
 KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
 REMEDIES = {
     "page_size": "must be an integer between 1 and 256",
@@ -66,16 +63,6 @@ def check_room(argument: str, value: Any, need: int, device: torch.device) -> No
     if need > free:
         needs = f"needs {need / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free on {device}"
         raise ArgumentError(argument, value, f"{needs}; lower it")
-
-
-def pick_dtype(argument: str, value: Any, device: torch.device, names: dict[str, torch.dtype] = DTYPES) -> torch.dtype:
-    """``"auto"``, a name or a torch dtype as a torch dtype."""
-    if isinstance(value, str) and value == "auto":
-        return default_dtype(device)
-    found = names.get(value) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype) or found not in names.values():
-        raise ArgumentError(argument, value, f"use 'auto', {', '.join(map(repr, names))}")
-    return found
 
 
 def pick_context(max_context: int | None, longest: int) -> int:

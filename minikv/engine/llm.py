@@ -22,7 +22,6 @@ from minikv.engine.build import (
     check_seed,
     check_sizes,
     pick_context,
-    pick_dtype,
     pick_runner,
 )
 from minikv.engine.events import EventLog
@@ -37,6 +36,7 @@ from minikv.engine.text import TextStream
 from minikv.errors import ArgumentError
 from minikv.memory import PagedAllocator, RequestTable
 from minikv.models.fused import fused_for
+from minikv.models.load import pick_dtype
 from minikv.prefix import RadixCache
 
 

@@ -10,7 +10,11 @@ from typing import Any
 from minikv.engine.grammar import check_schema
 from minikv.errors import ArgumentError
 
-LARGEST = 1e9  # number added to a logit: far above any logit, and far below what fp32 holds, however often it is added
+LARGEST = 1e9  # far above any logit, and far below what fp32 holds, however often it is added
+BOUNDS = {
+    "temperature": (0, LARGEST), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (1e-6, 1e6),
+    "presence_penalty": (-LARGEST, LARGEST), "frequency_penalty": (-LARGEST, LARGEST),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _check(
-            "stop",
-            stop,
-            _all(stop, lambda s: isinstance(s, str) and s != ""),
-            "use a text or a list of non-empty texts",
-        )
+        good = _all(stop, lambda s: isinstance(s, str) and s != "")
+        _check("stop", stop, good, "use a text or a list of non-empty texts")
         ids = self.stop_token_ids
         _check("stop_token_ids", ids, _all(ids, _is_int), "use a list of token ids")
         object.__setattr__(self, "stop", tuple(stop))
@@ -102,17 +102,11 @@ class SamplingParams:
         object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
         _check("priority", self.priority, _is_int(self.priority), "must be an integer; higher stays longer")
         object.__setattr__(self, "priority", int(self.priority))
-        for name in ("temperature", "repetition_penalty"):
-            _check(name, getattr(self, name), _is_finite(getattr(self, name)), "must be a finite number")
-        for name in ("presence_penalty", "frequency_penalty"):
+        for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
-            _check(name, value, _is_finite(value) and abs(value) <= LARGEST, "must lie between -1e9 and 1e9")
-        _check("temperature", self.temperature, self.temperature >= 0, "must be 0 (greedy) or more")
-        usual = 1e-6 <= self.repetition_penalty <= 1e6
-        _check("repetition_penalty", self.repetition_penalty, usual, "must be above 0 (1e-6 to 1e6); 1 is off")
-        for name in ("top_p", "min_p"):
-            value = getattr(self, name)
-            _check(name, value, _is_finite(value) and 0 <= value <= 1, "must lie between 0 and 1")
+            _check(
+                name, value, _is_finite(value) and least <= value <= most, f"must lie between {least:g} and {most:g}"
+            )
         bias = self.logit_bias or {}
         ok = isinstance(bias, Mapping) and all(
             _is_int(k) and k >= 0 and _is_finite(v) and abs(v) <= LARGEST for k, v in bias.items()

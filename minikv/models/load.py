@@ -26,8 +26,10 @@ from minikv.models.shapes import TINY, random_model, shape
 from minikv.models.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 PRESETS = ("smollm2-135m", "tiny")
-_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
-_DTYPES |= {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
+DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16,
+    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+}  # fmt: skip
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -96,7 +98,7 @@ def load(
     if not isinstance(name, str):
         raise ArgumentError("model", model, f"must be a text or a path, such as {PRESETS[0]!r}, a folder or a file")
     where = pick_device(device)
-    kind = _dtype(dtype, where)
+    kind = pick_dtype("dtype", dtype, where)
     if name == "tiny":
         decoder = random_model(TINY, seed, where, kind, draw_on="cpu")
         return Model(decoder, ByteTokenizer(TINY.vocab_size, TINY.eos_ids), TINY, name)
@@ -119,12 +121,13 @@ def load(
     )
 
 
-def _dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
-    if dtype == "auto":
+def pick_dtype(argument: str, value: Any, device: torch.device, names: dict[str, torch.dtype] = DTYPES) -> torch.dtype:
+    """``"auto"``, a name or a torch dtype as a torch dtype."""
+    if isinstance(value, str) and value == "auto":
         return default_dtype(device)
-    found = getattr(torch, _DTYPES.get(dtype, ""), None) if isinstance(dtype, str) else dtype
-    if found not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ArgumentError("dtype", dtype, "use 'auto', 'float32', 'float16' or 'bfloat16'")
+    found = names.get(value) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or found not in names.values():
+        raise ArgumentError(argument, value, f"use 'auto', {', '.join(map(repr, names))}")
     return found
 
 
