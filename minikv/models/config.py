@@ -206,17 +206,12 @@ class ModelConfig:
 
 
 _GGUF_KEYS = {
-    "num_hidden_layers": "block_count",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "context_length",
-    "rope_theta": "rope.freq_base",
+    "num_hidden_layers": "block_count", "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
+    "vocab_size": "vocab_size", "max_position_embeddings": "context_length", "rope_theta": "rope.freq_base",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}
+}  # fmt: skip
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
