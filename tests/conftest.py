@@ -7,10 +7,14 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: threads on top would wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from minikv._triton import HAVE_TRITON
+from minikv.errors import StateError
+from minikv.models.download import model_path
 
 CUDA = torch.cuda.is_available()
 
@@ -21,6 +25,15 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu" and (CUDA or not HAVE_TRITON):
         pytest.skip("kernels are compiled for CUDA in this process" if CUDA else "Triton is not installed")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def model_file() -> Path:
+    """SmolLM2's file; without it (no network, nothing cached) tests that need it say so and skip."""
+    try:
+        return model_path(progress=False)
+    except StateError as e:
+        pytest.skip(f"the model file is absent and cannot be fetched: {e}")
 
 
 @pytest.fixture(autouse=True)

@@ -53,11 +53,7 @@ def tiny() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> LLM:
-    try:
-        model_path(progress=False)
-    except StateError as e:
-        pytest.skip(f"the model file is absent and cannot be fetched: {e}")
+def smollm2(model_file) -> LLM:
     return LLM("smollm2-135m", device="cpu", dtype="float32", kv_tokens=2048, max_requests=8, progress=False)
 
 

@@ -7,8 +7,6 @@ import torch
 
 from minikv import LLM, SamplingParams, models
 from minikv.engine.sampler import Sampled
-from minikv.errors import StateError
-from minikv.models.download import model_path
 
 TOKENS = 12
 SYSTEM = {"role": "system", "content": "You are a helpful assistant who answers in one short sentence."}
@@ -41,11 +39,7 @@ GREEDY = SamplingParams(max_tokens=TOKENS, temperature=0)
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    try:
-        model_path(progress=False)
-    except StateError as e:
-        pytest.skip(f"the model file is absent and cannot be fetched: {e}")
+def loaded(model_file):
     return models.load("smollm2-135m", device="cpu", dtype="float32", progress=False)
 
 
@@ -56,12 +50,13 @@ def prompts(loaded) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def wanted(loaded, prompts) -> list[list[int]]:
+def wanted(model_file, loaded, prompts) -> list[list[int]]:
     """What transformers' generate makes of each prompt on its own."""
     transformers = pytest.importorskip("transformers")
-    path = model_path(progress=False)
     transformers.utils.logging.disable_progress_bar()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        model_file.parent, gguf_file=model_file.name, dtype=torch.float32
+    )
     results = []
     for ids in prompts:
         given = torch.tensor([ids])

@@ -79,13 +79,10 @@ def test_graph_decoding_gives_the_eager_tokens(options) -> None:
 
 
 @pytest.mark.gpu
-def test_smollm2_greedy_tokens_with_graphs() -> None:
+def test_smollm2_greedy_tokens_with_graphs(model_file) -> None:
     prompts = ["The capital of France is", "A page table maps", "Once upon a time"]
     params = SamplingParams(max_tokens=24, temperature=0)
-    try:
-        eager = build(False, "cuda", "smollm2-135m", max_context=512)
-    except StateError as e:
-        pytest.skip(f"the model file is absent and cannot be fetched: {e}")
+    eager = build(False, "cuda", "smollm2-135m", max_context=512)
     want = [o.token_ids for o in eager.generate(prompts, params)]
     graphed = build(True, "cuda", "smollm2-135m", max_context=512)
     assert [o.token_ids for o in graphed.generate(prompts, params)] == want

@@ -6,7 +6,6 @@ import pytest
 import torch
 from model_standins import DenseAttention, full_logits
 
-from minikv.errors import StateError
 from minikv.models import Decoder, load
 
 pytestmark = pytest.mark.gpu
@@ -18,11 +17,10 @@ def gpu_logits(decoder: Decoder, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2-135m"])
-def test_fp32_logits_equal_the_cpus(name: str) -> None:
-    try:
-        on_cpu = load(name, device="cpu", dtype="float32", progress=False)
-    except StateError as e:
-        pytest.skip(f"the model file is absent and cannot be fetched: {e}")
+def test_fp32_logits_equal_the_cpus(name: str, request: pytest.FixtureRequest) -> None:
+    if name != "tiny":
+        request.getfixturevalue("model_file")
+    on_cpu = load(name, device="cpu", dtype="float32", progress=False)
     on_gpu = load(name, device="cuda", dtype="float32", progress=False)
     for key, weight in on_gpu.decoder.state_dict().items():
         assert weight.is_cuda

@@ -8,9 +8,7 @@ import pytest
 import torch
 from model_standins import DenseAttention, full_logits
 
-from minikv.errors import StateError
 from minikv.models import Model, load
-from minikv.models.download import model_path
 
 PROMPTS = ["What is the capital of France?", "Write a haiku about the sea.", "Name three prime numbers."]
 TEXTS = [
@@ -25,29 +23,22 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def path() -> Path:
-    try:
-        return model_path(progress=False)
-    except StateError as e:
-        pytest.skip(f"the model file is absent and cannot be fetched: {e}")
-
-
-@pytest.fixture(scope="module")
-def ours(path: Path) -> Model:
+def ours(model_file: Path) -> Model:
     return load("smollm2-135m", device="cpu", dtype="float32", progress=False)
 
 
 @pytest.fixture(scope="module")
-def theirs(path: Path):
+def theirs(model_file: Path):
     transformers = pytest.importorskip("transformers")
     transformers.utils.logging.disable_progress_bar()
-    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    source = {"pretrained_model_name_or_path": model_file.parent, "gguf_file": model_file.name}
+    return transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
-def their_tokenizer(path: Path):
+def their_tokenizer(model_file: Path):
     transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return transformers.AutoTokenizer.from_pretrained(model_file.parent, gguf_file=model_file.name)
 
 
 def test_the_weights_are_the_same_bits(ours: Model, theirs) -> None:
