@@ -78,6 +78,10 @@ class CudaGraphRunner(GraphRunner):
         self._waiting: set[str] = set()  # variants to be captured when they first come
         self._capture(self.hidden)
 
+    def capture_order(self) -> list[int]:
+        """Sizes as they are captured: largest first."""
+        return self.sizes[::-1]
+
     def _ready(self, variant: str, size: int) -> bool:
         return (variant, size) in self.graphs or variant in self._waiting
 
@@ -106,7 +110,7 @@ class CudaGraphRunner(GraphRunner):
         self._waiting.difference_update(variants)
         held = self._recorder.held()
         saved = {name: t.clone() for name, t in self.state.items()}
-        sizes = tqdm(self.sizes[::-1], desc="capture", unit="graph", disable=None if self.progress else True)
+        sizes = tqdm(self.capture_order(), desc="capture", unit="graph", disable=None if self.progress else True)
         failure, size, variant = "", 0, ""
         try:
             with _collector_frozen():

@@ -17,9 +17,9 @@ from minikv.engine import LLM, SamplingParams
 from minikv.errors import StateError
 from minikv.graphs import CudaGraphRunner
 from minikv.graphs.decode import CompiledDecode, decode_buffers
-from minikv.graphs.runner import Hidden
 from minikv.measure.limits import copy_bandwidth
 from minikv.measure.table import table
+from minikv.measure.timing import measure
 
 CONTEXT, NEW = 512, 128
 PATIENCE = 40.0  # seconds after which torch.compile is not begun any more: it takes a minute
@@ -167,7 +167,7 @@ def _inside(llm: LLM, batch: int) -> dict[str, Any]:
         llm.step()
     for _ in range(3):
         llm.step()
-    gpu = _replays(graph)
+    gpu = measure(graph.replay, device=llm.device)
     kernels = _kernels(graph)
     replay, runner._replay = runner._replay, lambda variant, size, inputs: out
     host = []
@@ -181,24 +181,11 @@ def _inside(llm: LLM, batch: int) -> dict[str, Any]:
         llm.abort(request.id)
     llm.step()
     return {
-        "gpu us": gpu * 1e6,
+        "gpu us": gpu.us,
         "host us": median(host) * 1e6,
         "kernels": kernels,
         "per layer": kernels and kernels / llm.config.num_layers,
     }
-
-
-def _replays(graph: Any, samples: int = 20) -> float:
-    """Seconds of a replay, by events."""
-    seconds = []
-    for _ in range(samples):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        seconds.append(start.elapsed_time(stop) * 1e-3)
-    return median(seconds)
 
 
 def _kernels(graph: Any) -> int | None:
@@ -218,13 +205,8 @@ def _kernels(graph: Any) -> int | None:
 class _SmallestFirst(CudaGraphRunner):
     """Captures in the order that needs more memory, to show by how much."""
 
-    class _Ascending(list):
-        def __getitem__(self, at: Any) -> Any:
-            return list(self) if at == slice(None, None, -1) else super().__getitem__(at)
-
-    def _capture(self, hidden: Hidden, *args: Any) -> None:
-        self.sizes = self._Ascending(self.sizes)
-        super()._capture(hidden, *args)
+    def capture_order(self) -> list[int]:
+        return self.sizes
 
 
 def _captured(llm: LLM, order: str) -> dict[str, Any]:

@@ -315,3 +315,22 @@ def test_small_sizes_may_be_compiled_inside_their_graphs() -> None:
         x = torch.randn(n, 3)
         assert torch.equal(r({"x": x}).cpu(), x * 2)
     assert r.stats.replays == 2
+
+
+def test_the_order_of_capture_may_be_another() -> None:
+    seen: list[int] = []
+
+    class SmallestFirst(CudaGraphRunner):
+        def capture_order(self) -> list[int]:
+            return self.sizes
+
+    def step(inputs, variant):
+        seen.append(inputs["x"].shape[0])
+        return inputs["x"] * 2
+
+    for kind, order in ((CudaGraphRunner, [4, 2, 1]), (SmallestFirst, [1, 2, 4])):
+        seen.clear()
+        r = kind(step, {"x": torch.zeros(4, 2)}, [1, 2, 4], progress=False)
+        assert list(dict.fromkeys(seen)) == order
+        x = torch.randn(3, 2)
+        assert torch.equal(r({"x": x}), x * 2)
