@@ -37,7 +37,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def run(
     out_dir: str | os.PathLike[str] | None = None, quick: bool = False, device: torch.device | str = "auto"
 ) -> dict[str, Any]:
-    """Run each workload twice through one engine: every request caching, and none.
+    """Run each workload through one engine with every request caching, and with none; each twice, the second counts.
 
     All requests of a trace are queued at once, in its order. On CUDA the model has the shape of Qwen3-0.6B and random
     bf16 weights, on the CPU it is ``"tiny"``.
@@ -54,62 +54,62 @@ def run(
     Returns
     -------
     dict
-        ``rows``: tokens per second count prompts and outputs; `hit rate` is the share of prompt tokens found in the
-        cache, `optimum` that of the best cache of this size for the prompts in this order, one after another.
+        ``rows``: tokens per second of outputs, and of prompts and outputs together (`total`); `hit rate` is the share
+        of prompt tokens found in the cache, `optimum` that of the best cache of this size for the prompts in this
+        order, one after another. `same` is the share of requests whose greedy outputs are equal with the cache on and
+        off: batches of other sizes round otherwise, so that close choices fall either way.
     """
     kind = torch.device(device).type if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     llm = LLM(device=kind, progress=False, **ENGINES[kind])
-    sizes = LARGE if kind == "cuda" and not quick else SMALL
-    print(f"{ENGINES[kind]['model']}, {llm.decoder.norm.weight.dtype}, {llm.pool}")
-    traces = {name: make(0, **sizes[name]) for name, make in WORKLOADS.items()}
-    for trace in traces.values():  # kernels are compiled before anything is timed
-        for cache in (False, True):
-            _serve(llm, trace[: len(trace) // 4], cache, most=2)
-    rows = []
-    for name, trace in traces.items():
+    print(f"{ENGINES[kind]['model']}, {llm.decoder.norm.weight.dtype}, {llm.pool}", flush=True)
+    sizes, rows = LARGE if kind == "cuda" and not quick else SMALL, []
+    for name, make in WORKLOADS.items():
+        trace = make(0, **sizes[name])
         prompts = [request.token_ids for request in trace]
-        length, page = sum(map(len, prompts)), llm.allocator.page_size
-        seconds, outs = {}, []
-        for cache in (False, True):
-            seconds[cache], outs = _serve(llm, trace, cache)
-        served = length + sum(len(out.token_ids) for out in outs)
-        best = optimal_hits(prompts, page, llm.allocator.num_pages, spare_last=True)
+        best = optimal_hits(prompts, llm.allocator.page_size, llm.allocator.num_pages, spare_last=True)
+        runs = [_serve(llm, trace, cache) for cache in (False, True, False, True)]
+        (off, without), (on, outs) = runs[2:]  # before, kernels were compiled for all their batches
+        length, made = sum(map(len, prompts)), sum(len(out.token_ids) for out in outs)
+        same = [a.token_ids == b.token_ids for a, b in zip(outs, without, strict=True)]
         rows.append(
             {
                 "workload": name,
                 "requests": len(trace),
                 "prompt tokens": length,
-                "output tokens": served - length,
-                "tok/s on": served / seconds[True],
-                "tok/s off": served / seconds[False],
-                "on / off": seconds[False] / seconds[True],
+                "output tokens": made,
+                "tok/s on": made / on,
+                "tok/s off": made / off,
+                "total tok/s on": (length + made) / on,
+                "total tok/s off": (length + made) / off,
+                "on / off": off / on,
                 "hit rate": sum(out.cached_tokens for out in outs) / length,
                 "optimum": sum(best) / length,
-                "device": kind,
+                "same": sum(same) / len(same),
             }
         )
+        print(table(rows[-1:]), flush=True)
         if out_dir is not None:
-            _draw(llm, name, Path(out_dir))
+            _draw(llm, rows[-1], Path(out_dir))
     print(table(rows))
     return {"rows": rows}
 
 
-def _serve(llm: LLM, trace: Sequence[TraceRequest], cache: bool, most: int | None = None) -> tuple[float, list[Output]]:
+def _serve(llm: LLM, trace: Sequence[TraceRequest], cache: bool) -> tuple[float, list[Output]]:
     """Seconds to serve a trace from an empty cache, and the outputs."""
     llm.cache.reset()
-    prompts = [request.token_ids for request in trace]
-    params = [
-        SamplingParams(max_tokens=most or request.max_tokens, temperature=0, ignore_eos=True, cache=cache)
-        for request in trace
-    ]
+    params = [SamplingParams(max_tokens=r.max_tokens, temperature=0, ignore_eos=True, cache=cache) for r in trace]
     started = perf_counter()
-    outs = llm.generate(prompts, params)
-    return perf_counter() - started, outs
+    outs = llm.generate([request.token_ids for request in trace], params)
+    seconds = perf_counter() - started
+    assert all(out.finish_reason == "length" for out in outs), [out.error for out in outs if out.error]
+    return seconds, outs
 
 
-def _draw(llm: LLM, name: str, folder: Path) -> None:
+def _draw(llm: LLM, row: dict[str, Any], folder: Path) -> None:
     from minikv.viz import tree
 
+    name, found = row["workload"], f"{row['hit rate']:.0%} of {row['prompt tokens']:,} prompt tokens were found cached"
+    look: dict[str, Any] = {"colour_by": "hits", "max_nodes": 28, "max_siblings": 4, "note": found}
+    drawing = tree.draw(llm.cache, decode=spell, title=f"What {name} left in the prefix cache", **look)
     folder.mkdir(parents=True, exist_ok=True)
-    title = f"What {name} left in the prefix cache"
-    print(f"drawn to {tree.draw(llm.cache, decode=spell, colour_by='hits', title=title).save(folder / f'{name}.svg')}")
+    print(f"drawn to {drawing.save(folder / f'{name}.svg')}", flush=True)

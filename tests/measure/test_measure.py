@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,22 +127,52 @@ def test_memory_benches_run_on_the_cpu(monkeypatch, capsys) -> None:
 def test_engine_benches_run_on_the_cpu(monkeypatch, tmp_path, capsys) -> None:
     from minikv.measure import bench_throughput, bench_traces
 
+    small = {
+        "few-shot": {"tasks": 2, "questions": 4, "shots": 2},
+        "chat": {"chats": 3, "turns": 3, "reply_words": (4, 12)},
+        "tree-of-thought": {"problems": 1, "branching": 2, "thought_words": 8},
+        "rag": {"documents": 4, "questions": 8, "document_words": 64, "max_tokens": 4},
+    }
+    monkeypatch.setattr(bench_traces, "SMALL", small)
     found = bench_traces.run(tmp_path, device="cpu")
     assert json.dumps(found)
     assert [row["workload"] for row in found["rows"]] == ["few-shot", "chat", "tree-of-thought", "rag"]
     for row in found["rows"]:
         assert 0 < row["hit rate"] <= row["optimum"] + 0.05, "a queue may be served in a luckier order"
+        assert row["total tok/s on"] / row["total tok/s off"] == pytest.approx(row["on / off"])
+        assert row["same"] > 0.9
         assert (tmp_path / f"{row['workload']}.svg").read_text().startswith("<svg")
 
     monkeypatch.setattr(bench_throughput, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(bench_throughput, "matmul_rate", lambda device, dtype: 1e10)
-    monkeypatch.setitem(bench_throughput.LOADS, "cpu", bench_throughput.Load("tiny", 6, 4, 12, 3, 0.0))
+    monkeypatch.setitem(bench_throughput.LOADS, "cpu", bench_throughput.Load("tiny", 6, 4, 12, 3, 60.0, False))
     ours, limit, *peers = bench_throughput.run(device="cpu")["rows"]
     assert ours["requests"] == limit["requests"] == 6
     assert ours["tok/s"] * ours["seconds"] == pytest.approx(ours["output tokens"])
+    assert ours["steps"] > ours["output tokens"] / 6
+    assert 1 < ours["batch"] <= 6
+    assert 0 < ours["extend"] < 1
     assert "transformers" in capsys.readouterr().out
     for row in peers:
+        assert row["output tokens"] <= ours["output tokens"]
         assert row["minikv / this"] == pytest.approx(ours["tok/s"] / row["tok/s"])
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_what_transformers_made_in_its_time_is_counted(patience) -> None:
+    transformers = pytest.importorskip("transformers")
+    from minikv import LLM
+    from minikv.measure import bench_throughput
+
+    model = bench_throughput.transformers_model(LLM("tiny", device="cpu", kv_tokens=256).decoder)
+    small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    model.init_continuous_batching = partial(model.init_continuous_batching, continuous_batching_config=small)
+    prompts, asked = [[7, 300, 41, 5], [9] * 9], np.array([5, 12])
+    for serve in (bench_throughput._static, bench_throughput._continuous):
+        made, seconds = serve(model, prompts, asked, patience)
+        assert seconds > 0
+        assert (made <= asked).all()
+        assert made.sum() < 17 if patience == 0 else made.tolist() == [5, 12]
 
 
 @pytest.mark.parametrize("name", ["tiny", "random:qwen3-small"])
