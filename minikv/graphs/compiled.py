@@ -96,7 +96,9 @@ def compiled(
         patches = {"cpp.min_chunk_size": ONE_THREAD} | ({"max_fusion_size": 1} if stores_by_index(graph) else {})
         return compile_fx(graph, inputs, config_patches=patches)
 
-    return torch.compile(function, dynamic=False, backend=backend)
+    # A step's modules stay as they are: they are not looked at before every call, which took 0.4 ms for 30 layers.
+    unguarded = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    return torch.compile(function, dynamic=False, backend=backend, options=unguarded)
 
 
 def raise_recompile_limit(graphs: int) -> None:

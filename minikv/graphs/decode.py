@@ -139,20 +139,24 @@ class OpaqueAttention:
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: LayerAttention) -> Tensor:
         """As ``AttentionBackend.forward``; the options are those that the layer had when this was made."""
-        return _attend(q, k, v, self.number, layer)
+        return torch.ops.minikv.attend(q, k, v, self.number, layer)
 
 
 _numbers = itertools.count()
 _backends: WeakValueDictionary[int, OpaqueAttention] = WeakValueDictionary()
 
 
-@torch.library.custom_op("minikv::attend", mutates_args=())
+# A step calls this once per layer, and ``torch.library.custom_op`` would add its own checks to each call.
+torch.library.define("minikv::attend", "(Tensor q, Tensor k, Tensor v, int backend, int layer) -> Tensor")
+
+
+@torch.library.impl("minikv::attend", "default")
 def _attend(q: Tensor, k: Tensor, v: Tensor, backend: int, layer: int) -> Tensor:
     opaque = _backends[backend]
     return opaque.backend.forward(layer, q, k, v, opaque.options[layer]).contiguous()
 
 
-@_attend.register_fake
+@torch.library.register_fake("minikv::attend")
 def _(q: Tensor, k: Tensor, v: Tensor, backend: int, layer: int) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +72,24 @@ def test_every_size_is_compiled_once(no_inductor) -> None:
     assert r.stats.captures == 24
     assert torch.equal(r({"x": torch.ones(5, 3)}, "plus"), torch.full((5, 3), 2.0))
     assert r.stats.captures == 24
+
+
+def test_runners_of_one_step_keep_to_their_own_modules(no_inductor) -> None:
+    class Times(torch.nn.Module):
+        def __init__(self, factor: int) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    def run(factor: int) -> Callable[..., Tensor]:
+        module = Times(factor)
+        return runner_of(lambda inputs, variant: module(inputs["x"]), 2, [2], CompiledRunner)
+
+    runners = {factor: run(factor) for factor in (2, 3)}
+    for factor, r in (*runners.items(), *runners.items()):  # modules are not compared before each call
+        assert torch.equal(r({"x": torch.ones(2, 3)}), torch.full((2, 3), float(factor)))
 
 
 def test_padding_and_outputs_as_in_a_graph(no_inductor) -> None:

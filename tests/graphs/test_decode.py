@@ -53,6 +53,22 @@ def test_compiled_decoding_gives_the_eager_tokens() -> None:
     llm.cache.check(owned=())
 
 
+def test_compiled_logits_are_the_eager_ones_in_every_size() -> None:
+    llm = build(True, max_requests=2)
+    runner, decode = llm.runner, llm._decode_step
+
+    def both_ways(batch, variant):
+        got = runner(batch, "logits")
+        assert (got - decode(batch)).abs().max() <= 1e-4
+        return got
+
+    both_ways.variants = ("logits",)
+    llm.runner = both_ways
+    ends = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (4, 8)]
+    llm.generate([[1, 2, 3], [9, 8, 7]], ends)  # two rows, then one: its products are written another way
+    assert (runner.stats.captures, runner.stats.eager) == (2, 0)
+
+
 @pytest.mark.gpu
 def test_torch_attention_cannot_be_captured() -> None:
     with pytest.raises(StateError, match="attention='triton'"):
