@@ -38,7 +38,7 @@ def merge_kernel(
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore
-    if DEPENDENT:
+    elif DEPENDENT:
         tl.extra.cuda.gdc_wait()  # type: ignore
     head = tl.program_id(0)
     entry = tl.program_id(1)
@@ -51,6 +51,8 @@ def merge_kernel(
         request = tl.load(merges + entry * 4)
         first = tl.load(merges + entry * 4 + 1)
         count = tl.load(merges + entry * 4 + 2)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # type: ignore
     if count < 2:
         return
     columns = tl.arange(0, BLOCK_DV)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minikv.graphs.first_max import first_max
+
 VARIANTS = ("greedy", "sampled", "truncated", "logprobs", "grammar", "logits")
 """Ways of choosing. Each does what those before it do and one thing more, so a batch takes the last that one of its
 requests needs: first maxima; temperature and min-p; top-k and top-p, which sort the vocabulary; log probabilities; a
@@ -72,11 +74,10 @@ def sample(
     """
     if variant == "logits":
         return logits
-    best, first = logits.max(dim=-1)  # of equal values the first; NaN wins over all numbers
-    bad = ~torch.isfinite(best)
     if variant == "greedy":
-        return first.masked_fill(bad, -1)
+        return first_max(logits)
     assert knobs is not None
+    bad = ~torch.isfinite(logits.amax(dim=-1))  # NaN wins over all numbers
     x = (logits if edited is None else edited).float()
     if variant in MASKED and mask is not None:
         x = x.masked_fill(~unpack(mask, *x.shape), -torch.inf)

@@ -1,19 +1,19 @@
-"""A decode step in few kernels: the same decoder, its layers as seven launches for few rows, ten for many.
+"""A decode step in few kernels: the same decoder, its layers as seven launches for one row, nine or more for several.
 
 Between two reads of weights nothing is launched that could be part of the one before or after it. The results are the
 plain decoder's but for the order of additions: each fused kernel rounds where its parts would. Eager and captured steps
-run the same kernels, and up to ``MOST_ROWS`` rows a row's numbers do not depend on the others.
+run the same kernels, and from 2 to ``MOST_ROWS`` rows a row's numbers do not depend on the others.
 
-======================  ==============================  ================================
-for each layer          up to ``MOST_ROWS`` rows        more rows
-======================  ==============================  ================================
-norm, q/k/v             1                               2 (with the sum before), cuBLAS
-q/k norm, rotate, K/V   1                               1
-attention               2 (parts and their merge)       1 or 2
-output, sum             1                               1, cuBLAS
-norm, gate and up, act  1                               3 (with the sum before), cuBLAS
-down, sum               1                               1, cuBLAS
-======================  ==============================  ================================
+======================  ==========  ==========================  ================================
+for each layer          one row     up to ``MOST_ROWS`` rows    more rows
+======================  ==========  ==========================  ================================
+norm, q/k/v             1           2 (with the sum before)     2 (with the sum before), cuBLAS
+q/k norm, rotate, K/V   1           1                           1
+attention               2           1 or 2                      1 or 2
+output, sum             1           1                           1, cuBLAS
+norm, gate and up, act  1           2 (with the sum before)     3 (with the sum before), cuBLAS
+down, sum               1           1                           1, cuBLAS
+======================  ==========  ==========================  ================================
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch import Tensor
 from minikv.attention.backend import AttentionBackend
 from minikv.models.decoder import Decoder
 from minikv.models.fused_heads import rotate_and_store
-from minikv.models.fused_linear import MOST_ROWS, project
+from minikv.models.fused_linear import project
+from minikv.models.fused_product import MOST_ROWS, multiply, whole
 from minikv.models.fused_rows import add_norm, silu_mul
 from minikv.models.layers import MLP, SelfAttention
 
@@ -61,10 +62,9 @@ class FusedDecoder:
     def __call__(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """Logits [rows, vocab] of one new token per row, as ``Decoder.forward`` gives them."""
         hidden = F.embedding(token_ids, self.decoder.embed_tokens.weight)  # [rows, hidden]
-        few = token_ids.shape[0] <= MOST_ROWS
-        return (self._few if few else self._many)(hidden, positions, attention)
+        return (self._one if token_ids.shape[0] == 1 else self._several)(hidden, positions, attention)
 
-    def _few(self, hidden: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def _one(self, hidden: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         for layer in self.decoder.layers:
             attn, mlp, before, after = _parts(layer)
             qkv = project(hidden, attn.qkv_proj.weight, attn.qkv_proj.bias, norm=before.weight, eps=before.eps)
@@ -75,28 +75,37 @@ class FusedDecoder:
         final = self.decoder.norm
         return project(hidden, self.decoder.lm_head.weight, norm=final.weight, eps=final.eps)
 
-    def _many(self, hidden: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def _several(self, hidden: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        few = hidden.shape[0] <= MOST_ROWS
+        times = multiply if few else by_cublas
         delta = None  # what the last product left to add to the stream: the next norm's kernel does
         for layer in self.decoder.layers:
             attn, mlp, before, after = _parts(layer)
-            x, hidden = add_norm(hidden, delta, before.weight, before.eps)
-            out = self._attend(attn, F.linear(x, attn.qkv_proj.weight, attn.qkv_proj.bias), positions, attention)
-            delta = F.linear(out, attn.o_proj.weight, attn.o_proj.bias)
-            x, hidden = add_norm(hidden, delta, after.weight, after.eps)
-            delta = F.linear(silu_mul(F.linear(x, mlp.gate_up_proj.weight)), mlp.down_proj.weight)
+            x, hidden = add_norm(hidden, delta, before.weight, before.eps, few)
+            out = self._attend(attn, times(x, attn.qkv_proj.weight, attn.qkv_proj.bias), positions, attention)
+            delta = times(out, attn.o_proj.weight, attn.o_proj.bias)
+            x, hidden = add_norm(hidden, delta, after.weight, after.eps, few)
+            delta = times(times(x, mlp.gate_up_proj.weight, gated=True), mlp.down_proj.weight)
         final = self.decoder.norm
-        return F.linear(add_norm(hidden, delta, final.weight, final.eps)[0], self.decoder.lm_head.weight)
+        x, _ = add_norm(hidden, delta, final.weight, final.eps, few)
+        return whole(times(x, self.decoder.lm_head.weight), x.dtype)
 
     def _attend(self, attn: SelfAttention, qkv: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """Attention's output [rows, q_heads * d] for the projection of each row."""
         norms: dict[str, Any] = {}
         if attn.q_norm is not None and attn.k_norm is not None:
             norms = {"q_norm": attn.q_norm.weight, "k_norm": attn.k_norm.weight, "eps": attn.q_norm.eps}
-        pool, i = attention.pool, attn.layer
-        few = qkv.shape[0] <= MOST_ROWS
+        pool, i, rows = attention.pool, attn.layer, qkv.shape[-2]
         slots, layer = attention.out_slots, (pool.k(i), pool.v(i))
+        few = rows <= MOST_ROWS
         q = rotate_and_store(qkv, self.cos, self.sin, positions, slots, *layer, **norms, dependent=few)
-        return attention.decode_stored(i, q, attn.options, early=qkv.shape[0] == 1).view(qkv.shape[0], -1)
+        return attention.decode_stored(i, q, attn.options, early=few).view(rows, -1)
+
+
+def by_cublas(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
+    """As ``multiply``, for any number of rows."""
+    y = F.linear(x, weight, bias)
+    return silu_mul(y) if gated else y
 
 
 def _parts(layer: Any) -> tuple[SelfAttention, MLP, Any, Any]:

@@ -13,6 +13,7 @@ from minikv._triton import tl, triton
 from minikv.device import refuse_interpreted_bf16
 from minikv.memory.pool_kernels import FP8, _converted, row_offset, store_torch
 from minikv.models.fused_linear import launch
+from minikv.models.fused_product import sum_of_parts, whole
 
 HEADS = 4  # that one program takes
 
@@ -36,9 +37,10 @@ def rotate_and_store(
     Parameters
     ----------
     qkv
-        [tokens, (q_heads + 2 kv_heads) * d], contiguous: q, k and v of each token.
+        [tokens, (q_heads + 2 kv_heads) * d], contiguous: q, k and v of each token. Or in parts that are still to be
+        added up, fp32 [parts, tokens, ...].
     cos, sin
-        [longest context, d / 2] in qkv's dtype, a row per position.
+        [longest context, d / 2] in the model's dtype, a row per position.
     positions, slots
         int64 [tokens]: where each token stands, and where its K and V go; a slot outside the pool is not written. Both
         must be older than the kernel before this one, since they are read before it has ended.
@@ -56,9 +58,9 @@ def rotate_and_store(
     """
     refuse_interpreted_bf16(qkv=qkv, k_cache=k_cache)
     kv_heads, d = k_cache.shape[1:]
-    tokens, heads = qkv.shape[0], qkv.shape[1] // d
+    tokens, heads = qkv.shape[-2], qkv.shape[-1] // d
     q_heads = heads - 2 * kv_heads
-    q = torch.empty((tokens, q_heads, d), dtype=qkv.dtype, device=qkv.device)
+    q = torch.empty((tokens, q_heads, d), dtype=cos.dtype, device=qkv.device)
     launch(
         rotate_kernel,
         (tokens, triton.cdiv(heads, HEADS)),
@@ -70,6 +72,7 @@ def rotate_and_store(
         D=d,
         HEADS=HEADS,
         BLOCK=triton.next_power_of_2(d // 2),
+        PARTS=qkv.shape[0] if qkv.dim() == 3 else 1,
         SATURATE=k_cache.dtype == FP8,
     )
     return q
@@ -92,6 +95,7 @@ def rotate_and_store_torch(
     from minikv.models.layers import rotate
 
     kv_heads, d = k_cache.shape[1:]
+    qkv = whole(qkv, cos.dtype)
     parts = qkv.view(qkv.shape[0], -1, d)
     q, k, v = parts.split((parts.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None:
@@ -108,7 +112,7 @@ def rotate_kernel(
     qkv, q, k_cache, v_cache, cos, sin, q_norm, k_norm, positions, slots,
     num_slots, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    SATURATE: tl.constexpr, DEPENDENT: tl.constexpr,
+    PARTS: tl.constexpr, SATURATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (t, b): heads ``b * HEADS ..`` of token t, as two halves a, b [HEADS, d / 2].
 
@@ -138,9 +142,10 @@ def rotate_kernel(
 
     ALL: tl.constexpr = Q_HEADS + 2 * KV_HEADS
     mask = (head < ALL)[:, None] & inside[None, :]
-    at = qkv + token * ALL * D + head[:, None] * D + i[None, :]
-    a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    at = token * ALL * D + head[:, None] * D + i[None, :]
+    stride = tl.num_programs(0).to(tl.int64) * ALL * D
+    a = sum_of_parts(qkv, at, mask, stride, PARTS, kind)
+    b = sum_of_parts(qkv, at + HALF, mask, stride, PARTS, kind)
     turned_a, turned_b = a, b
     if q_norm is not None:
         scale = 1.0 / tl.sqrt_rn(tl.sum(a * a + b * b, 1) / D + eps)[:, None]

@@ -1,6 +1,6 @@
-"""Matrix times few rows, with what stands around it: normalised input, gated output, residual added on the way out.
+"""Matrix times one row, with what stands around it: normalised input, gated output, residual added on the way out.
 
-A decode step reads every weight once for a handful of rows, so it takes as long as the weights take to arrive. Two
+A decode step of one request reads every weight for a single row, so it takes as long as the weights take to arrive. Two
 things keep them arriving: the norm before a product and the addition after it cost no kernel of their own, and a
 product asks for its weights *before* it waits for its input (programmatic dependent launch, sm90 and newer), so that
 the memory works on while the kernel before it ends. Folding neighbours into a matrix-vector product is what
@@ -21,9 +21,6 @@ from minikv.attention.tiles import capability_of
 from minikv.device import refuse_interpreted_bf16
 from minikv.memory.launch import Binary, pointer
 
-MOST_ROWS = 16
-"""Rows up to which these kernels are used; cuBLAS reads larger batches as fast."""
-
 
 @dataclass(frozen=True)
 class LinearTiles:
@@ -31,8 +28,7 @@ class LinearTiles:
 
     block_n: int
     block_k: int
-    num_warps: int = 4
-    num_stages: int = 3
+    num_warps: int
 
 
 def project(
@@ -46,14 +42,14 @@ def project(
     residual: Tensor | None = None,
     tiles: LinearTiles | None = None,
 ) -> Tensor:
-    """``residual + act(rms_norm(x) @ weight.T + bias)`` in one kernel, for at most ``MOST_ROWS`` rows.
+    """``residual + act(rms_norm(x) @ weight.T + bias)`` in one kernel, for one row.
 
     It rounds where :func:`project_torch` rounds: after the norm, the product, silu, the gate and the sum.
 
     Parameters
     ----------
     x
-        [rows, k], contiguous rows; fp16, bf16 or fp32.
+        [1, k]; fp16, bf16 or fp32.
     weight, bias
         [n, k] contiguous, and [n].
     norm, eps
@@ -61,34 +57,29 @@ def project(
     gated
         The first half of the n outputs goes through silu and multiplies the second: n / 2 columns are left.
     residual
-        [rows, columns], added to the result.
+        [1, columns], added to the result.
     tiles
         For tests and tuning, in place of what is chosen here.
 
     Returns
     -------
     Tensor
-        [rows, n or n / 2] in x's dtype.
+        [1, n or n / 2] in x's dtype.
     """
     refuse_interpreted_bf16(x=x, weight=weight)
-    rows, k = x.shape
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    tiles = tiles_of(rows, n, k, gated) if tiles is None else tiles
-    block_m: dict[str, Any] = {} if rows == 1 else {"BLOCK_M": max(16, triton.next_power_of_2(rows))}
+    n, k = weight.shape[0] // 2 if gated else weight.shape[0], x.shape[1]
+    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+    tiles = tiles_of(n, k, gated) if tiles is None else tiles
     launch(
-        one_row_kernel if rows == 1 else few_rows_kernel,
+        one_row_kernel,
         (triton.cdiv(n, tiles.block_n), 1),
-        (x, weight, bias, norm, residual, out, rows, n, eps),
+        (x, weight, bias, norm, residual, out, n, eps),
         tiles.num_warps,
-        tiles.num_stages,
         K=k,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
-        ROW=triton.next_power_of_2(k),
         GATED=gated,
         WARPS=tiles.num_warps,
-        **block_m,
     )
     return out
 
@@ -136,16 +127,27 @@ def launch(
 _binaries: dict[tuple[Any, ...], Binary] = {}
 
 
-def tiles_of(rows: int, n: int, k: int, gated: bool) -> LinearTiles:
-    """Block sizes for a product of so many rows with n outputs (pairs when `gated`) of k inputs."""
-    if rows > 1:
-        return LinearTiles(64, 128, 4, 4) if n >= 16384 else LinearTiles(16, 128, 2, 5)
-    whole = min(1024, max(32, triton.next_power_of_2(k)))
+def tiles_of(n: int, k: int, gated: bool) -> LinearTiles:
+    """Block sizes for n outputs (pairs when `gated`) of k inputs: small programs, many of which share a processor."""
+    whole = max(32, triton.next_power_of_2(k))
+    if n >= 16384:
+        return LinearTiles(8, min(512, whole), 2)
     if gated:
-        return LinearTiles(4, min(512, whole), 2)
-    if n < 2048:
-        return LinearTiles(2, whole, 4)
-    return LinearTiles(8, whole, 4) if n >= 16384 else LinearTiles(4, whole, 2)
+        return LinearTiles(2, min(512, whole), 2)
+    return LinearTiles(4, min(512, whole), 2) if n >= 2048 else LinearTiles(2, min(1024, whole), 4)
+
+
+@triton.jit
+def fetch_ahead(address, size):
+    """Have `size` bytes (a multiple of 16) from each of these addresses brought into the L2 cache; nobody waits."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [address, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -158,50 +160,27 @@ def ask_for(weight, row, rows, ROW_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, W
     if ROW_BYTES % 16 == 0 and share > 0:
         start = tl.arange(0, 32 * WARPS) // 32 * share
         size = tl.minimum(tl.minimum(rows - row, BLOCK_N) * ROW_BYTES - start, share)
-        at = weight.to(tl.int64, bitcast=True) + row.to(tl.int64) * ROW_BYTES + start
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [at, size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        fetch_ahead(weight.to(tl.int64, bitcast=True) + row.to(tl.int64) * ROW_BYTES + start, size)
 
 
 @triton.jit
-def finished(acc, up, bias, residual, out, row, column, n, mask, GATED: tl.constexpr):
-    """Round, add the bias, gate, add the residual and store, each step rounded as its own kernel would."""
-    kind = out.dtype.element_ty
-    if bias is not None:
-        acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)
-    y = acc.to(kind)
-    if GATED:
-        if bias is not None:
-            up += tl.load(bias + n + column, mask=column < n, other=0.0).to(tl.float32)
-        gate = y.to(tl.float32)
-        y = (gate / (1.0 + tl.exp(-gate))).to(kind)
-        y = (y.to(tl.float32) * up.to(kind).to(tl.float32)).to(kind)
-    if residual is not None:
-        old = tl.load(residual + row * n + column, mask=mask, other=0.0)
-        y = (old.to(tl.float32) + y.to(tl.float32)).to(kind)
-    tl.store(out + row * n + column, y, mask=mask)
+def gate_times_up(gate, up, kind: tl.constexpr):
+    """``silu(gate) * up``, rounded to `kind` as each step's own kernel would."""
+    gate = gate.to(kind).to(tl.float32)
+    act = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    return (act * up.to(kind).to(tl.float32)).to(kind)
 
 
 @triton.jit
-def part_of_row(x, norm, scale, i, K: tl.constexpr):
-    """Entries i of a row, normalised and rounded where there is a norm; fp32."""
-    v = tl.load(x + i, mask=i < K, other=0.0).to(tl.float32)
-    if norm is not None:
-        v = v * scale * tl.load(norm + i, mask=i < K, other=0.0).to(tl.float32)
-        v = v.to(x.dtype.element_ty).to(tl.float32)
-    return v
+def normalised(v, gain, scale, kind: tl.constexpr):
+    """A part of a row, normalised and rounded to its dtype; fp32."""
+    return (v * scale * gain.to(tl.float32)).to(kind).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "n"])
+@triton.jit(do_not_specialize=["n"])
 def one_row_kernel(
-    x, weight, bias, norm, residual, out, rows, n, eps,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROW: tl.constexpr, GATED: tl.constexpr,
+    x, weight, bias, norm, residual, out, n, eps,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
     WARPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``y[j] = sum_i x[i] w[j, i]``: one program computes `BLOCK_N` outputs from `BLOCK_N` rows of the weights.
@@ -209,9 +188,12 @@ def one_row_kernel(
     ::
 
                i  0      BLOCK_K            K
-                 +-------+-------+-----+          The first tile of w is on its way before the kernel waits for x, and
-        j rows   | tile  | next  | ... |   w      each further one before the tile in hand is multiplied.
-                 +-------+-------+-----+
+                 +-------+-------+-----+          The first tile of w, and the norm's weights, are on their way before
+        j rows   | tile  | next  | ... |   w      the kernel waits for x; each further tile before the one in hand is
+                 +-------+-------+-----+          multiplied. Sums stay apart until the end: one reduction per program.
+
+    What is loaded after the wait is loaded at once, x and the residual together: a trip to the L2 cache takes as long
+    as a tenth of the whole kernel.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore
@@ -219,12 +201,13 @@ def one_row_kernel(
     column = first + tl.arange(0, BLOCK_N)
     i = tl.arange(0, BLOCK_K)
     live = column < n
-    EVEN: tl.constexpr = K % BLOCK_K == 0
     at = weight + column.to(tl.int64)[:, None] * K + i[None, :]
-    seen = live[:, None] if EVEN else live[:, None] & (i[None, :] < K)
+    seen = live[:, None] & (i[None, :] < K)
     tile = tl.load(at, mask=seen, other=0.0)
     if GATED:
         tile_up = tl.load(at + n.to(tl.int64) * K, mask=seen, other=0.0)
+    if norm is not None:
+        gain = tl.load(norm + i, mask=i < K, other=0.0)
     if DEPENDENT:
         item: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         if K > BLOCK_K:
@@ -233,84 +216,46 @@ def one_row_kernel(
                 ask_for(weight, first + n, 2 * n, K * item, BLOCK_N, WARPS)
         tl.extra.cuda.gdc_wait()  # type: ignore
 
+    v = tl.load(x + i, mask=i < K, other=0.0).to(tl.float32)
+    old = 0.0
+    if residual is not None:
+        old = tl.load(residual + column, mask=live, other=0.0)
     if norm is not None:
-        whole = tl.load(x + tl.arange(0, ROW), mask=tl.arange(0, ROW) < K, other=0.0).to(tl.float32)
-        scale = 1.0 / tl.sqrt_rn(tl.sum(whole * whole, 0) / K + eps)
-    else:
-        scale = 1.0
-    acc = tl.zeros([BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_N], tl.float32)
+        squares = v * v
+        for k in range(BLOCK_K, K, BLOCK_K):
+            further = tl.load(x + k + i, mask=k + i < K, other=0.0).to(tl.float32)
+            squares += further * further
+        scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / K + eps)
+        v = normalised(v, gain, scale, x.dtype.element_ty)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for k in range(BLOCK_K, K, BLOCK_K):
-        ahead = seen if EVEN else live[:, None] & (k + i[None, :] < K)
+        ahead = live[:, None] & (k + i[None, :] < K)
         next_tile = tl.load(at + k, mask=ahead, other=0.0)
         if GATED:
             next_up = tl.load(at + n.to(tl.int64) * K + k, mask=ahead, other=0.0)
-        v = part_of_row(x, norm, scale, k - BLOCK_K + i, K)
-        acc += tl.sum(tile.to(tl.float32) * v[None, :], 1)
+        next_v = tl.load(x + k + i, mask=k + i < K, other=0.0).to(tl.float32)
+        if norm is not None:
+            gain = tl.load(norm + k + i, mask=k + i < K, other=0.0)
+            next_v = normalised(next_v, gain, scale, x.dtype.element_ty)
+        acc += tile.to(tl.float32) * v[None, :]
         tile = next_tile
         if GATED:
-            up += tl.sum(tile_up.to(tl.float32) * v[None, :], 1)
+            up += tile_up.to(tl.float32) * v[None, :]
             tile_up = next_up
-    v = part_of_row(x, norm, scale, (K - 1) // BLOCK_K * BLOCK_K + i, K)
-    acc += tl.sum(tile.to(tl.float32) * v[None, :], 1)
+        v = next_v
+    acc += tile.to(tl.float32) * v[None, :]
     if GATED:
-        up += tl.sum(tile_up.to(tl.float32) * v[None, :], 1)
-    finished(acc, up, bias, residual, out, 0, column, n, live, GATED)
-
-
-@triton.jit(do_not_specialize=["rows", "n"])
-def few_rows_kernel(
-    x, weight, bias, norm, residual, out, rows, n, eps,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROW: tl.constexpr, GATED: tl.constexpr,
-    WARPS: tl.constexpr, BLOCK_M: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """The same for up to `BLOCK_M` rows by ``tl.dot``; a row's result does not depend on how many others there are."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
-    first = tl.program_id(0) * BLOCK_N
-    if DEPENDENT:
-        item: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-        ask_for(weight, first, n, K * item, BLOCK_N, WARPS)
-        if GATED:
-            ask_for(weight, first + n, 2 * n, K * item, BLOCK_N, WARPS)
-        tl.extra.cuda.gdc_wait()  # type: ignore
-    row = tl.arange(0, BLOCK_M)
-    column = first + tl.arange(0, BLOCK_N)
-    i = tl.arange(0, BLOCK_K)
-    live = column < n
-    EVEN: tl.constexpr = K % BLOCK_K == 0
-    kind = x.dtype.element_ty
-    x_at = x + row[:, None] * K + i[None, :]
-    at = weight + tl.minimum(column, n - 1).to(tl.int64)[:, None] * K + i[None, :]
-    up_at = at + n.to(tl.int64) * K
-    if norm is not None:
-        # The rows whole, or in as few pieces as registers allow: each piece costs a trip to the L2 cache.
-        PART: tl.constexpr = ROW if ROW * BLOCK_M <= 16384 else 16384 // BLOCK_M
-        squares = tl.zeros([BLOCK_M], tl.float32)
-        for k in range(0, K, PART):
-            j = k + tl.arange(0, PART)
-            mask = (row[:, None] < rows) & (j[None, :] < K)
-            v = tl.load(x + row[:, None] * K + j[None, :], mask=mask, other=0.0).to(tl.float32)
-            squares += tl.sum(v * v, 1)
-        scale = 1.0 / tl.sqrt_rn(squares / K + eps)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        v = tl.load(x_at + k, mask=(row[:, None] < rows) & (k + i[None, :] < K), other=0.0)
-        if norm is not None:
-            g = tl.load(norm + k + i, mask=k + i < K, other=0.0).to(tl.float32)
-            v = (v.to(tl.float32) * scale[:, None] * g[None, :]).to(kind)
-        if EVEN:
-            tile = tl.load(at + k)
-        else:
-            tile = tl.load(at + k, mask=k + i[None, :] < K, other=0.0)
-        acc = tl.dot(v, tile.T, acc, input_precision="ieee")
-        if GATED:
-            if EVEN:
-                tile_up = tl.load(up_at + k)
-            else:
-                tile_up = tl.load(up_at + k, mask=k + i[None, :] < K, other=0.0)
-            up = tl.dot(v, tile_up.T, up, input_precision="ieee")
-    finished(
-        acc, up, bias, residual, out, row[:, None], column[None, :], n, (row[:, None] < rows) & live[None, :], GATED
-    )  # fmt: skip
+        up += tile_up.to(tl.float32) * v[None, :]
+    y = tl.sum(acc, 1)
+    if bias is not None:
+        y += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
+    y = y.to(x.dtype.element_ty)
+    if GATED:
+        other = tl.sum(up, 1)
+        if bias is not None:
+            other += tl.load(bias + n + column, mask=live, other=0.0).to(tl.float32)
+        y = gate_times_up(y, other, x.dtype.element_ty)
+    if residual is not None:
+        y = (old.to(tl.float32) + y.to(tl.float32)).to(x.dtype.element_ty)
+    tl.store(out + column, y, mask=live)

@@ -9,17 +9,22 @@ from torch import Tensor
 from minikv._triton import tl, triton
 from minikv.device import refuse_interpreted_bf16
 from minikv.models.fused_linear import launch
+from minikv.models.fused_product import sum_of_parts, whole
 
 
-def add_norm(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, dependent: bool = False
+) -> tuple[Tensor, Tensor]:
     """The sum ``x + delta`` and its RMSNorm, each rounded to x's dtype.
 
     Parameters
     ----------
     x, delta
-        [rows, k], contiguous; without `delta` the sum is x itself.
+        [rows, k], contiguous; without `delta` the sum is x itself. `delta` may be in parts, fp32 [parts, rows, k].
     norm, eps
         Weight [k] and epsilon.
+    dependent
+        Whether it may start before the kernel before it has ended, where the chip can.
 
     Returns
     -------
@@ -31,13 +36,15 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple
     normed, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
     block = triton.next_power_of_2(k)
     args = (x, delta, norm, normed, total, eps)
-    launch(add_norm_kernel, (rows, 1), args, max(1, min(8, block // 512)), dependent=False, K=k, BLOCK=block)
+    parts = delta.shape[0] if delta is not None and delta.dim() == 3 else 1
+    warps = max(1, min(8, block // 512))
+    launch(add_norm_kernel, (rows, 1), args, warps, dependent=dependent, K=k, BLOCK=block, PARTS=parts)
     return normed, total
 
 
 def add_norm_torch(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """:func:`add_norm` with PyTorch operations."""
-    total = x if delta is None else x + delta
+    total = x if delta is None else x + whole(delta, x.dtype)
     return F.rms_norm(total, norm.shape, norm, eps), total
 
 
@@ -58,7 +65,10 @@ def silu_mul_torch(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def add_norm_kernel(x, delta, norm, normed, total, eps, K: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def add_norm_kernel(
+    x, delta, norm, normed, total, eps, K: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """One program per row: ``t = x + delta``, ``t / sqrt(mean(t^2) + eps) * norm``."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore
@@ -69,7 +79,7 @@ def add_norm_kernel(x, delta, norm, normed, total, eps, K: tl.constexpr, BLOCK: 
         tl.extra.cuda.gdc_wait()  # type: ignore
     t = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)
     if delta is not None:
-        t += tl.load(delta + at, mask=i < K, other=0.0).to(tl.float32)
+        t += sum_of_parts(delta, at, i < K, tl.num_programs(0).to(tl.int64) * K, PARTS, total.dtype.element_ty)
         rounded = t.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=i < K)
         t = rounded.to(tl.float32)

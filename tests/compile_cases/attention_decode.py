@@ -66,7 +66,9 @@ def decode_case(
     )
 
 
-def merge_case(name: str, d_v: int, arch: int, dtype: str = "bf16", planned: bool = True, sinks: bool = False) -> Case:
+def merge_case(
+    name: str, d_v: int, arch: int, dtype: str = "bf16", planned: bool = True, sinks: bool = False, early: bool = False
+) -> Case:
     signature = {"partial": "*fp32", "partial_lse": "*fp32", "out": f"*{dtype}", "lse": "*fp32", "kv_indptr": "*i32"}
     signature |= {"num_splits": "i32", "stride_ob": "i32", "stride_oh": "i32"}
     constexprs = {
@@ -75,7 +77,7 @@ def merge_case(name: str, d_v: int, arch: int, dtype: str = "bf16", planned: boo
         "BLOCK_S": 16,
         "BLOCK_DV": power_of_two(d_v),
         "DEPENDENT": arch >= 90,
-        "EARLY": False,
+        "EARLY": early,
     }
     for tensor, used, kind in (("merges", planned, "*i32"), ("sinks", sinks, "*fp32")):
         signature |= {tensor: kind} if used else {}
@@ -107,7 +109,9 @@ def cases() -> list[Case]:
         decode_case("MLA all options", **mla, **ALL),
         decode_case("fp32 128", dtype="fp32"),
         decode_case("fp8 pool 128", pool="fp8e4nv"),
+        decode_case("early fp8 pool, window", pool="fp8e4nv", EARLY=True, WINDOW=True),
         merge_case("merge 128", 128, 90),
+        merge_case("early merge", 128, 90, early=True),
         merge_case("merge 512", 512, 90, sinks=True, planned=False),
         decode_case("all options 128 sm80", arch=80, **ALL),
         decode_case("d 64 sm80", d=64, arch=80),

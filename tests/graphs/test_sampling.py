@@ -13,6 +13,7 @@ from minikv.engine.build import EagerRunner
 from minikv.engine.sampler import _knobs
 from minikv.graphs import CompiledRunner
 from minikv.graphs.decode import decode_buffers
+from minikv.graphs.first_max import first_max, first_max_torch, first_max_triton
 from minikv.graphs.sampling import DRAWS, MASKED, TOP, VARIANTS, sample, unpack
 
 VOCAB = 70
@@ -56,6 +57,26 @@ def request(params: SamplingParams, grammar: Only | None = None, outputs: int = 
     r.length += outputs
     r.grammar = grammar
     return r
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("vocab", [3, 1000, 8192, 8193, 20000])
+def test_the_first_maximum_of_each_row(device, dtype, vocab) -> None:
+    logits = torch.randint(-9, 9, (9, vocab)).to(dtype)  # ties in plenty
+    logits[1, vocab // 2] = torch.nan
+    logits[2, -1] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, : vocab - 1] = -torch.inf
+    logits[5, 0] = torch.nan
+    logits[6] = 0
+    logits[7, vocab - 1] = 99
+    want = [
+        row.index(max(row)) if all(v == v for v in row) and abs(max(row)) < float("inf") else -1
+        for row in logits.tolist()
+    ]
+    for choose in (first_max, first_max_torch, first_max_triton):
+        assert choose(logits.to(device)).tolist() == want
+        assert choose(logits.to(device)[::2]).tolist() == want[::2]
 
 
 def test_a_packed_mask_against_a_loop() -> None:

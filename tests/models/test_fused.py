@@ -16,6 +16,7 @@ from minikv.models import ModelConfig, random_model
 from minikv.models.fused import FusedDecoder, fused_for
 from minikv.models.fused_heads import rotate_and_store, rotate_and_store_torch
 from minikv.models.fused_linear import LinearTiles, project, project_torch
+from minikv.models.fused_product import ProductTiles, multiply, multiply_torch, whole
 from minikv.models.fused_rows import add_norm, add_norm_torch, silu_mul, silu_mul_torch
 
 CUDA = torch.cuda.is_available()
@@ -56,16 +57,15 @@ def wide(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.double()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize(("n", "k"), [(40, 72), (46, 96), (2, 16)])
 @pytest.mark.parametrize("parts", ["", "bias", "norm residual", "norm gated", "bias norm gated residual"])
-def test_few_rows_times_a_matrix(device, dtype, rows, n, k, parts) -> None:
+def test_one_row_times_a_matrix(device, dtype, n, k, parts) -> None:
     gated = "gated" in parts
-    x, w = torch.randn(rows, k), torch.randn(n, k) / k**0.5
+    x, w = torch.randn(1, k), torch.randn(n, k) / k**0.5
     options = {
         "bias": torch.randn(n) if "bias" in parts else None,
         "norm": torch.rand(k) + 0.5 if "norm" in parts else None,
-        "residual": torch.randn(rows, n // 2 if gated else n) if "residual" in parts else None,
+        "residual": torch.randn(1, n // 2 if gated else n) if "residual" in parts else None,
     }
     x, w = x.to(device, dtype), w.to(device, dtype)
     given: dict[str, Any] = {name: None if t is None else t.to(device, dtype) for name, t in options.items()}
@@ -74,20 +74,50 @@ def test_few_rows_times_a_matrix(device, dtype, rows, n, k, parts) -> None:
     same(project(x, w, **given, **more), project_torch(x, w, **given, **more), want)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_tiles_may_be_wider_than_the_matrix_or_not_divide_it(device, dtype, rows) -> None:
-    x, w, r = (torch.randn(*s).to(device, dtype) for s in ((rows, 80), (22, 80), (rows, 22)))
-    want = project_torch(x.double(), w.double(), residual=r.double())
-    for block_n, block_k in ((16, 16), (16, 32), (32, 128)):
-        got = project(x, w, residual=r, tiles=LinearTiles(block_n, block_k))
-        same(got, project_torch(x, w, residual=r), want)
+@pytest.mark.parametrize("tiles", [(16, 16, 4), (16, 32, 2), (32, 128, 4), (2, 64, 1)])
+def test_tiles_may_be_wider_than_the_matrix_or_not_divide_it(device, dtype, tiles) -> None:
+    x, w, r, g = (torch.randn(*s).to(device, dtype) for s in ((1, 80), (22, 80), (1, 22), (80,)))
+    want = project_torch(x.double(), w.double(), residual=r.double(), norm=g.double(), eps=1e-5)
+    got = project(x, w, residual=r, norm=g, eps=1e-5, tiles=LinearTiles(*tiles))
+    same(got, project_torch(x, w, residual=r, norm=g, eps=1e-5), want)
+
+
+@pytest.mark.parametrize("rows", [2, 17, 32])
+@pytest.mark.parametrize(("n", "k"), [(40, 72), (46, 200)])
+@pytest.mark.parametrize(("options", "tiles"), [
+    ("", None), ("bias", None), ("gated", None), ("bias gated", (16, 64, 4, 2)), ("", (16, 16, 1, 1)),
+    ("bias", (32, 16, 2, 3, 2)), ("bias", (16, 32, 2, 3, 4)), ("", (16, 128, 2, 3, 3)),
+])  # fmt: skip
+def test_a_few_rows_times_a_matrix(device, dtype, rows, n, k, options, tiles) -> None:
+    gated = "gated" in options
+    x, w = torch.randn(rows, k).to(device, dtype), (torch.randn(n, k) / k**0.5).to(device, dtype)
+    bias = torch.randn(n).to(device, dtype) if "bias" in options else None
+    got = multiply(x, w, bias, gated=gated, tiles=None if tiles is None else ProductTiles(*tiles))
+    want = multiply_torch(x.double(), w.double(), wide(bias), gated=gated)
+    same(whole(got, dtype), multiply_torch(x, w, bias, gated=gated), want)
 
 
 def test_a_row_does_not_depend_on_the_others(device, dtype) -> None:
-    x, w, g = (torch.randn(*s).to(device, dtype) for s in ((16, 96), (40, 96), (96,)))
-    whole = project(x, w, norm=g, eps=1e-5, gated=True)
-    for rows in (2, 5, 13):
-        assert torch.equal(project(x[:rows], w, norm=g, eps=1e-5, gated=True), whole[:rows])
+    x, w = (torch.randn(*s).to(device, dtype) for s in ((32, 96), (40, 96)))
+    for gated in (False, True):
+        all_rows = whole(multiply(x, w, gated=gated), dtype)
+        for rows in (2, 5, 13, 18):
+            assert torch.equal(whole(multiply(x[:rows], w, gated=gated), dtype), all_rows[:rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "k", "gated"), [(4096, 1024, False), (1024, 3072, False), (3072, 1024, True), (32768, 576, False)]
+)
+def test_a_row_does_not_depend_on_the_others_at_full_size(n, k, gated) -> None:
+    x = torch.randn(32, k, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(2 * n if gated else n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
+    all_rows = multiply(x, w, gated=gated)
+    same(
+        whole(all_rows, x.dtype), multiply_torch(x, w, gated=gated), multiply_torch(x.double(), w.double(), gated=gated)
+    )
+    for rows in (2, 3, 8, 9, 16, 17, 31):
+        assert torch.equal(multiply(x[:rows], w, gated=gated), all_rows[..., :rows, :])
 
 
 @pytest.mark.parametrize("with_sum", [False, True])
@@ -98,6 +128,21 @@ def test_sum_and_norm(device, dtype, rows, k, with_sum) -> None:
     twins, wants = add_norm_torch(*given, 1e-5), add_norm_torch(*map(wide, given), 1e-5)  # type: ignore[arg-type]
     for got, twin, want in zip(add_norm(*given, 1e-5), twins, wants, strict=True):
         same(got, twin, want)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_products_in_parts_are_added_up_where_they_are_read(device, dtype, parts) -> None:
+    x, delta, norm = torch.randn(5, 48), torch.randn(parts, 5, 48), torch.rand(48) + 0.5
+    x, delta, norm = x.to(device, dtype), delta.to(device), norm.to(device, dtype)
+    for got, want in zip(add_norm(x, delta, norm, 1e-5), add_norm(x, whole(delta, dtype), norm, 1e-5), strict=True):
+        assert torch.equal(got, want)
+    cos, sin = torch.randn(2, 9, 8).to(device, dtype)
+    where = torch.tensor([8, 0, 3, 3, 1], device=device), torch.tensor([5, 1, 4, 2, 3], device=device)
+    pools = [torch.zeros(7, 1, 16, device=device, dtype=dtype) for _ in range(4)]
+    got = rotate_and_store(delta, cos, sin, *where, *pools[:2])
+    assert torch.equal(got, rotate_and_store(whole(delta, dtype), cos, sin, *where, *pools[2:]))
+    assert torch.equal(pools[0], pools[2])
+    assert torch.equal(pools[1], pools[3])
 
 
 @pytest.mark.parametrize(("rows", "k"), [(1, 20), (3, 1500)])
