@@ -1,22 +1,24 @@
 """Launching a decode step before the tokens of the one before it are read, so that the device never waits for Python.
 
-A greedy step of the same requests needs nothing from the host but lengths and slots: its token ids are the output of
-the step before, which stays on the device. If a request turns out to have ended, its row of the step ahead was computed
-for nobody, into a slot that is freed with the request's others. SGLang's and vLLM's overlapped schedulers do the same.
+A greedy step of the same requests needs nothing from the host but, now and then, a new page: all else is one more than
+in the step before, and its token ids are that step's output. So the graph's inputs are moved on where they lie
+(:mod:`minikv.graphs.advance`), and the graph is replayed. If a request turns out to have ended, its row of the step
+ahead was computed for nobody, into a slot that is freed with the request's others. SGLang's and vLLM's overlapped
+schedulers do the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minikv.engine.batch import Batch
 from minikv.engine.request import State
-from minikv.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from minikv.engine.llm import LLM
@@ -24,46 +26,26 @@ if TYPE_CHECKING:
 
 @dataclass
 class Flight:
-    """A step that was launched: its batch, the tokens it chooses (on the device), and what reads them."""
+    """A step that was launched.
+
+    Attributes
+    ----------
+    batch, out
+        The step, and the tokens it chooses (on the device).
+    inputs
+        The graph's, by name; the batch's `token_ids` and `out_slots` are the first rows of them. They hold this step
+        until the next one is launched.
+    left
+        Tokens that each of its requests may still get, this step's included.
+    read
+        Waits for the tokens.
+    """
 
     batch: Batch
     out: Tensor
+    inputs: dict[str, Tensor]
+    left: int
     read: Callable[[], list[int]]
-
-
-def follow(scheduler: Scheduler, flight: Flight) -> Batch | None:
-    """The decode step after one whose tokens are not known yet; None where that step may change who runs.
-
-    It may when somebody waits, when a request will have all its tokens, or when pages would have to be evicted.
-    """
-    last, allocator = flight.batch, scheduler.allocator
-    others = scheduler.waiting or scheduler.prefilling or scheduler.running != last.requests
-    if others or any(r.length + 1 >= r.capacity for r in last.requests):
-        return None
-    lens = last.seq_lens + 1
-    if int((last.seq_lens % scheduler.page_size == 0).sum()) * scheduler.page_size > allocator.available_size():
-        return None
-    slots = allocator.alloc_decode(lens, last.out_slots)
-    if slots is None:
-        return None
-    scheduler.table.write(last.rows, last.seq_lens, lens, slots)
-    tokens = flight.out.clamp_min(0)  # -1 stands for broken logits, whose request ends
-    return replace(last, token_ids=tokens, positions=last.seq_lens, prefix_lens=last.seq_lens, seq_lens=lens,
-                   out_slots=slots, sampled=last.requests)  # fmt: skip
-
-
-def landed(flight: Flight) -> tuple[Batch, list[int]]:
-    """The batch and its tokens, without requests that ended after it was launched."""
-    batch, tokens = flight.batch, flight.read()
-    live = [i for i, r in enumerate(batch.requests) if r.state is State.RUNNING]
-    if len(live) == len(tokens):
-        return batch, tokens
-    at = torch.tensor(live, dtype=torch.int64)
-    parts = {name: getattr(batch, name)[at] for name in ("positions", "rows", "prefix_lens", "seq_lens")}
-    requests = [batch.requests[i] for i in live]
-    batch = replace(batch, requests=requests, sampled=requests, logits_at=torch.arange(len(live)),
-                    out_slots=batch.out_slots[at.to(batch.out_slots.device)], **parts)  # fmt: skip
-    return batch, [tokens[i] for i in live]
 
 
 class Landing:
@@ -74,14 +56,14 @@ class Landing:
         self._places = [torch.empty(most, dtype=torch.int64, pin_memory=self._on_cuda) for _ in range(2)]
         self._arrived = [torch.cuda.Event() for _ in self._places] if self._on_cuda else []
 
-    def flight(self, batch: Batch, out: Tensor) -> Flight:
-        """Send tokens on their way; what is launched later does not delay them."""
+    def send(self, out: Tensor) -> Callable[[], list[int]]:
+        """Send tokens on their way, before anything overwrites them; what is launched later does not delay them."""
         self._places.reverse()
         self._arrived.reverse()
         place = self._places[0][: out.shape[0]]
         place.copy_(out, non_blocking=True)
         if not self._on_cuda:
-            return Flight(batch, out, place.tolist)
+            return place.tolist
         arrived = self._arrived[0]
         arrived.record()
 
@@ -89,7 +71,7 @@ class Landing:
             arrived.synchronize()
             return place.tolist()
 
-        return Flight(batch, out, read)
+        return read
 
 
 class Ahead:
@@ -116,23 +98,20 @@ class Ahead:
             self._step(more=False)
 
     def _steady(self) -> bool:
-        """Whether the next step is a greedy decode for which nobody joins, leaves or loses pages."""
+        """Whether the next step is a greedy decode in a graph, for which nobody joins, leaves or loses pages."""
         llm, now = self.llm, self.llm.scheduler
         if not self.enabled or not now.running or now.waiting or now.prefilling or not now.decodes_fit:
             return False
-        return llm.sampler.variant(now.running) == "greedy" and "greedy" in llm.runner.variants
+        greedy = llm.sampler.variant(now.running) == "greedy" and "greedy" in llm.runner.variants
+        return greedy and llm.runner.can_run(len(now.running))
 
     def _step(self, more: bool) -> None:
         llm, flight, self.flight = self.llm, self.flight, None
         try:
             with torch.inference_mode():
-                if flight is None:
-                    batch = llm.scheduler.next_batch()
-                    assert batch is not None, "somebody runs, and has room"
-                    flight = self._launch(batch)
-                if more and (following := follow(llm.scheduler, flight)) is not None:
-                    self.flight = self._launch(following)
-                batch, tokens = landed(flight)
+                flight = flight or self._launch()
+                self.flight = self._follow(flight) if more else None
+                batch, tokens = self._landed(flight)
         except BaseException:  # as in LLM._advance
             self.flight = None
             llm.scheduler.rollback()
@@ -141,5 +120,45 @@ class Ahead:
             llm.scheduler.process(batch, tokens)
         llm._deliver(batch.sampled)
 
-    def _launch(self, batch: Batch) -> Flight:
-        return self.landing.flight(batch, self.llm._forward(batch, "greedy"))
+    def _launch(self) -> Flight:
+        """The first of such steps, like any other."""
+        llm, runner = self.llm, self.llm.runner
+        batch = llm.scheduler.next_batch()
+        assert batch is not None, "somebody runs, and has room"
+        out, n = llm._forward(batch, "greedy"), len(batch.requests)
+        inputs = runner.views(runner.bucket(n), "greedy")
+        batch.token_ids, batch.out_slots = inputs["token_ids"][:n], inputs["out_slots"][:n]
+        return Flight(batch, out, inputs, min(r.capacity - r.length for r in batch.requests), self.landing.send(out))
+
+    def _follow(self, flight: Flight) -> Flight | None:
+        """Launch the step after one whose tokens are not known yet; None where that step may change who runs.
+
+        It may when somebody waits, when a request will have all its tokens, or when pages would have to be evicted.
+        """
+        last, inputs, now, runner = flight.batch, flight.inputs, self.llm.scheduler, self.llm.runner
+        if now.waiting or now.prefilling or flight.left < 2 or now.running != last.requests:
+            return None
+        n, lens, slots = len(last.requests), last.seq_lens + 1, None
+        if np.count_nonzero(last.seq_lens.numpy() % now.page_size) < n:  # somebody begins a page
+            slots = now.allocator.alloc_decode(lens, last.out_slots)
+            if slots is None:
+                return None
+        runner.step.advance(inputs, flight.out, last.rows, lens, slots)
+        now.table.wrote(last.rows, lens)
+        out = runner.again("greedy", n, inputs, inputs["rows"].shape[0])[:n]
+        moved = dict[str, Any](positions=last.seq_lens, prefix_lens=last.seq_lens, seq_lens=lens)
+        batch = Batch(**vars(last) | moved)  # several times faster than replace()
+        return Flight(batch, out, inputs, flight.left - 1, self.landing.send(out))
+
+    def _landed(self, flight: Flight) -> tuple[Batch, list[int]]:
+        """The batch and its tokens, without requests that ended after it was launched."""
+        batch, tokens = flight.batch, flight.read()  # the step's only wait
+        if batch.requests == self.llm.scheduler.running:
+            return batch, tokens
+        live = [i for i, r in enumerate(batch.requests) if r.state is State.RUNNING]
+        at = torch.tensor(live, dtype=torch.int64)
+        parts = {name: getattr(batch, name)[at] for name in ("positions", "rows", "prefix_lens", "seq_lens")}
+        requests = [batch.requests[i] for i in live]
+        batch = replace(batch, requests=requests, sampled=requests, logits_at=torch.arange(len(live)),
+                        out_slots=batch.out_slots[at.to(batch.out_slots.device)], **parts)  # fmt: skip
+        return batch, [tokens[i] for i in live]

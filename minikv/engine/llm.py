@@ -339,7 +339,7 @@ class LLM:
 
     def _deliver(self, sampled: Sequence[Request]) -> None:
         """Deltas to whoever waits for them: of the requests that got a token, and of those that ended."""
-        for request in dict.fromkeys((*sampled, *self.scheduler.ended)):
+        for request in dict.fromkeys((*(r for r in sampled if r.fresh or r.sink is not None), *self.scheduler.ended)):
             done = request.state is State.FINISHED
             if done:  # aborted or failed: its text was not asked for yet
                 request.fresh += request.stream.push(request.output_ids[request.shown :].tolist(), final=True)

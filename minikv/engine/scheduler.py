@@ -184,11 +184,11 @@ class Scheduler:
             if reason := self._on_token(request, request.append(token)):
                 ended.append((request, reason, request.error))
         self._emit_step(batch, got)
-        with self.allocator.free_group():
-            if batch.kind == "extend":
+        if ended or batch.kind == "extend":
+            with self.allocator.free_group():
                 self._after_prefill(batch)
-            for request, reason, error in ended:
-                self.finish(request, reason, error)
+                for request, reason, error in ended:
+                    self.finish(request, reason, error)
 
     def _after_prefill(self, batch: Batch) -> None:
         for request in batch.requests:
@@ -379,12 +379,12 @@ class Scheduler:
         return None if self.cache.disable else shared_key(r, node, cached, self.page_size)
 
     def _emit_step(self, batch: Batch, got: list[int]) -> None:
-        before, after = batch.prefix_lens.tolist(), batch.seq_lens.tolist()
         decode = batch.kind == "decode"
+        new = () if decode else (batch.seq_lens - batch.prefix_lens).tolist()
         self._emit(
             "step",
             kind=batch.kind,
-            extends=[] if decode else [[r.id, b - a] for r, a, b in zip(batch.requests, before, after, strict=True)],
+            extends=[[r.id, n] for r, n in zip(batch.requests, new, strict=False)],
             decodes=[r.id for r in batch.requests] if decode else [],
             sampled=got,
             waiting=len(self.waiting),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +70,8 @@ class Stats:
     queue_time: Histogram = field(default_factory=Histogram)
     ttft: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
-    _live: dict[int, list] = field(default_factory=dict, repr=False)  # id -> [queued, time of the last token or None]
+    _queued: dict[int, float] = field(default_factory=dict, repr=False)  # id -> when, until the first token
+    _last: dict[int, float] = field(default_factory=dict, repr=False)  # id -> time of the last token, from the first on
 
     def update(self, e: dict) -> None:
         """Take one event of :mod:`minikv.engine.events`."""
@@ -78,35 +80,32 @@ class Stats:
             self.steps += 1
             self.computed_tokens += sum(n for _, n in e["extends"]) + len(e["decodes"])
             self.generated_tokens += len(e["sampled"])
-            before: dict[float, int] = {}  # most had their last token in the same step
-            for id in e["sampled"]:
-                live = self._live[id]
-                if (last := live[1]) is None:
-                    self.ttft.add(t - live[0])
-                else:
-                    before[last] = before.get(last, 0) + 1
-                live[1] = t
-            for last, times in before.items():
-                self.inter_token.add(t - last, times)
+            for last, times in Counter(map(self._last.get, e["sampled"])).items():  # mostly one: the step before
+                if last is not None:
+                    self.inter_token.add(t - last, times)
+            self._last.update(dict.fromkeys(e["sampled"], t))
+            for id in self._queued.keys() & e["sampled"]:
+                self.ttft.add(t - self._queued.pop(id))
         elif kind == "add":
             self.added += 1
             self.prompt_tokens += e["prompt_tokens"]
-            self._live[e["id"]] = [t, None]
+            self._queued[e["id"]] = t
         elif kind == "admit" and not e["again"]:
             self.cached_tokens += e["cached_tokens"]
-            self.queue_time.add(t - self._live[e["id"]][0])
+            self.queue_time.add(t - self._queued[e["id"]])
         elif kind == "retract":
             self.retractions += 1
         elif kind == "finish":
             self.requests[e["reason"]] += 1
-            self._live.pop(e["id"], None)
+            self._queued.pop(e["id"], None)
+            self._last.pop(e["id"], None)
         elif kind == "refuse":
             self.requests["refused"] += 1
 
     def snapshot(self, **levels: Any) -> Stats:
         """A copy that no longer changes, with the levels filled in."""
         copies = {name: getattr(self, name).copy() for name in ("requests", *_HISTOGRAMS)}
-        return replace(self, **copies, **levels, _live={})
+        return replace(self, **copies, **levels, _queued={}, _last={})
 
     def prometheus(self) -> str:
         """The same numbers in Prometheus' text format.

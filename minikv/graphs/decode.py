@@ -13,9 +13,11 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from minikv.attention import AttentionBackend, LayerAttention
 from minikv.errors import StateError
+from minikv.graphs.advance import advance
 from minikv.graphs.buckets import PADDED, capture_batch_sizes
 from minikv.graphs.buffers import Buffer, Padding, Stage, rule, staged
 from minikv.graphs.compiled import CompiledRunner
@@ -87,12 +89,37 @@ def decode_buffers(rows: int, device: torch.device, vocab_size: int | None = Non
 class CapturedDecode:
     """A decode step for CUDA graphs, by Triton attention."""
 
+    lists_on_host = False  # whether the host has a part in laying out the slot lists of every step
+
     def __init__(self, decoder: Any, attention: AttentionBackend) -> None:
         self.decoder, self.attention, self.model = decoder, attention, fused_for(decoder, attention) or decoder
 
     def prepare(self, host: dict[str, Tensor], size: int) -> None:
         """What the host works out before each replay: where slot lists begin, and the attention plan."""
         torch.cumsum(host["seq_lens"], 0, out=host["kv_indptr"][1:])
+        self._plan(host)
+
+    def advance(
+        self, inputs: dict[str, Tensor], tokens: Tensor, rows: Tensor, seq_lens: Tensor, slots: Tensor | None = None
+    ) -> None:
+        """Prepare the step that follows one of the same requests, in the same buffers.
+
+        The attention plan, which may lag behind, is made anew only where a request begins a page.
+
+        Parameters
+        ----------
+        inputs, tokens, slots
+            As for :func:`minikv.graphs.advance.advance`.
+        rows, seq_lens
+            int64 `[n]` on the CPU: table rows, and the new lengths.
+        """
+        n, size = rows.shape[0], inputs["rows"].shape[0]
+        advance(inputs, tokens, self.attention.table.table, n, slots)
+        if slots is not None or self.lists_on_host:
+            rows, seq_lens = pad(rows, (0, size - n)), pad(seq_lens, (0, size - n), value=1)
+            self._plan({"rows": rows, "seq_lens": seq_lens, "out_slots": inputs["out_slots"]})
+
+    def _plan(self, host: dict[str, Tensor]) -> None:
         self.attention.plan_decode(host["seq_lens"])
 
     def __call__(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
@@ -117,11 +144,13 @@ class CompiledDecode(CapturedDecode):
     code for sampling, whose sums would then round differently: a draw is the eager one, to the bit.
     """
 
+    lists_on_host = True
+
     def __init__(self, decoder: Any, attention: AttentionBackend) -> None:
         super().__init__(decoder, attention)
         self.opaque = OpaqueAttention(attention, [layer.self_attn.options for layer in decoder.layers])
 
-    def prepare(self, host: dict[str, Tensor], size: int) -> None:
+    def _plan(self, host: dict[str, Tensor]) -> None:
         """Lengths are on the host anyway: the batch begins here."""
         self.attention.begin_decode(host["rows"], host["seq_lens"], host["out_slots"])
 

@@ -187,13 +187,9 @@ class GraphRunner:
             mode, size = hidden, n or (self.sizes or [1])[0]  # an empty batch needs at least a row to run on
             out = self.run_step(self._load(values, size, variant), variant, mode)
         else:
-            self.stats["replays"] += 1
-            self.stats["padded_rows"] += size - n
-            mode = self.hidden
             with self._range("metadata"):
                 inputs = self._load(values, size, variant)
-            with self._range(f"{variant} × {size}"):
-                out = self._replay(variant, size, inputs)
+            mode, out = self.hidden, self.again(variant, n, inputs, size)
         if mode is not Hidden.NULL:
             out, states = out
             if mode > hidden is Hidden.LAST:
@@ -201,13 +197,25 @@ class GraphRunner:
             out = out if hidden is Hidden.NULL else (out, states)
         return tree_map_only(Tensor, lambda t: self._cut(t, n, size), out)
 
+    def again(self, variant: str, n: int, inputs: dict[str, Tensor], size: int) -> Any:
+        """Replay a graph on what its buffers hold, for `n` of its `size` rows; `inputs` are ``views(size, variant)``.
+
+        For callers that know what lies there, and that the graph was made. The output is the graph's own, with all
+        rows: the next replay overwrites it.
+        """
+        self.stats["replays"] += 1
+        self.stats["padded_rows"] += size - n
+        with self._range(f"{variant} × {size}"):
+            return self._replay(variant, size, inputs)
+
     def run_step(self, inputs: Mapping[str, Tensor], variant: str, hidden: Hidden = Hidden.NULL) -> Any:
         """The step itself, eagerly: on ``views(size)`` after a replay it computes what the replay did."""
         return self.step(inputs, variant, hidden) if hidden else self.step(inputs, variant)
 
-    def views(self, size: int) -> dict[str, Tensor]:
-        """The static buffers as a step of this size sees them."""
-        return {name: buffer.view(size) for name, buffer in self.buffers.items()}
+    def views(self, size: int, variant: str | None = None) -> dict[str, Tensor]:
+        """The static buffers as a step of this size sees them: all, or those that a variant reads."""
+        buffers = self.buffers if variant is None else self._serving(variant)[0]
+        return {name: buffer.view(size) for name, buffer in buffers.items()}
 
     # ---- what a kind of runner brings
 
@@ -257,19 +265,12 @@ class GraphRunner:
             stages = _stages(buffers)
         for stage in stages:
             stage.turn()
-        there = []  # what lies on the device already: it follows the block that the host sends
         for name, buffer in buffers.items():
-            value = values.get(name)
-            if value is not None and value.is_cuda and buffer.stage is not None:
-                there.append((buffer, value))
-                value = None
-            buffer.load(value, size)
+            buffer.load(values.get(name), size)
         if self.prepare is not None:
             self.prepare({name: buffer.view(size, on_host=True) for name, buffer in buffers.items()}, size)
         for stage in stages:
             stage.send()
-        for buffer, value in there:
-            buffer.tensor[: value.shape[0]].copy_(value)
         return {name: buffer.view(size) for name, buffer in buffers.items()}
 
     def _serving(self, variant: str) -> tuple[dict[str, Buffer], list[Stage]]:

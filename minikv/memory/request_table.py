@@ -147,6 +147,13 @@ class RequestTable:
             self._flat.scatter_(0, self._to_device(index), slots.to(torch.int32))
         np.maximum.at(self._ends, row, stop)
 
+    def wrote(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Note that a kernel wrote the columns before ``seq_lens[i]`` of row ``rows[i]``, as :meth:`write` would have.
+
+        Both are int64 `[n]` on the CPU; no row is named twice, and all are in use.
+        """
+        self._ends[rows.numpy()] = seq_lens.numpy()
+
     def _write(self, index: np.ndarray, slots: torch.Tensor) -> None:
         """Entry ``index[i]`` becomes ``slots[i]``: one launch, which reads the host's numbers where they lie."""
         if index.size == 0:
