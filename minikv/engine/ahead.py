@@ -100,7 +100,7 @@ class Ahead:
     def _steady(self) -> bool:
         """Whether the next step is a greedy decode in a graph, for which nobody joins, leaves or loses pages."""
         llm, now = self.llm, self.llm.scheduler
-        if not self.enabled or not now.running or now.waiting or now.prefilling or not now.decodes_fit:
+        if not self.enabled or not now.running or not now.nobody_joins or not now.decodes_fit:
             return False
         greedy = llm.sampler.variant(now.running) == "greedy" and "greedy" in llm.runner.variants
         return greedy and llm.runner.can_run(len(now.running))
@@ -133,16 +133,16 @@ class Ahead:
     def _follow(self, flight: Flight) -> Flight | None:
         """Launch the step after one whose tokens are not known yet; None where that step may change who runs.
 
-        It may when somebody waits, when a request will have all its tokens, or when pages would have to be evicted.
+        It may when somebody can join, when a request will have all its tokens, or when there are no pages left.
         """
         last, inputs, now, runner = flight.batch, flight.inputs, self.llm.scheduler, self.llm.runner
-        if now.waiting or now.prefilling or flight.left < 2 or now.running != last.requests:
+        if not now.nobody_joins or flight.left < 2 or now.running != last.requests:
             return None
         n, lens, slots = len(last.requests), last.seq_lens + 1, None
-        if np.count_nonzero(last.seq_lens.numpy() % now.page_size) < n:  # somebody begins a page
-            slots = now.allocator.alloc_decode(lens, last.out_slots)
-            if slots is None:
+        if pages := n - np.count_nonzero(last.seq_lens.numpy() % now.page_size):  # so many begin one
+            if not now.make_room(pages * now.page_size):
                 return None
+            slots = now.allocator.alloc_decode(lens, last.out_slots)
         runner.step.advance(inputs, flight.out, last.rows, lens, slots)
         now.table.wrote(last.rows, lens)
         out = runner.again("greedy", n, inputs, inputs["rows"].shape[0])[:n]

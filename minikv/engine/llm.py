@@ -15,15 +15,7 @@ from minikv.attention.backend import AttentionBackend
 from minikv.device import pick_device
 from minikv.engine.ahead import Ahead
 from minikv.engine.batch import Batch
-from minikv.engine.build import (
-    KV_DTYPES,
-    build_pool,
-    check_room,
-    check_seed,
-    check_sizes,
-    pick_context,
-    pick_runner,
-)
+from minikv.engine.build import KV_DTYPES, build_pool, check_room, check_seed, check_sizes, pick_context, pick_runner
 from minikv.engine.events import EventLog
 from minikv.engine.grammar import Grammars
 from minikv.engine.params import SamplingParams

@@ -91,8 +91,13 @@ class Scheduler:
 
     @property
     def decodes_fit(self) -> bool:
-        """Whether every running request can take its next token without eviction or retraction."""
-        return self._decode_need() <= self.allocator.available_size()
+        """Whether every running request can take its next token without retraction."""
+        return self._decode_need() <= self._room()
+
+    @property
+    def nobody_joins(self) -> bool:
+        """Whether the next step only decodes: nobody is being prefilled, and nobody waits or finds a row."""
+        return not self.prefilling and (not self.waiting or not self._rows_left())
 
     def check_prompt(self, length: int) -> None:
         """Raise ArgumentError for a prompt length that could never run."""
@@ -209,7 +214,7 @@ class Scheduler:
 
     def _plan_chunks(self) -> list[tuple[Request, int]]:
         """Requests and how many tokens of each shall have K/V after the step."""
-        if not self.prefilling and (not self.waiting or not self._rows_left()):
+        if self.nobody_joins:
             return []
         budget = self.chunk_tokens - (len(self.running) if self.mixed else 0)
         claimed = sum(self._growth(r) for r in self.running)
@@ -265,7 +270,7 @@ class Scheduler:
         if self.mixed:
             requests, ends = requests + self.running, ends + [r.length for r in self.running]
         starts = [r.computed for r in requests]
-        self._make_room(sum(map(self._new, starts, ends)))
+        self.make_room(sum(map(self._new, starts, ends)))
         rows, prefix_lens, seq_lens = (torch.tensor(v) for v in ([r.row for r in requests], starts, ends))
         ends_at = (seq_lens - prefix_lens).cumsum(0)
         last_slots = self.table.last_slots(rows, prefix_lens)
@@ -317,7 +322,7 @@ class Scheduler:
     def _make_decode_room(self) -> None:
         """Retract the newest requests until every running one can take its next token."""
         retracted = False
-        while self.running and not self._make_room(self._decode_need()):
+        while self.running and not self.make_room(self._decode_need()):
             holders = sorted((*self.running, *self.prefilling), key=lambda r: r.admission)
             if len(holders) == 1:
                 size = self.allocator.size
@@ -353,7 +358,7 @@ class Scheduler:
     def _room(self) -> int:
         return self.allocator.available_size() + self.cache.evictable_size
 
-    def _make_room(self, tokens: int) -> bool:
+    def make_room(self, tokens: int) -> bool:
         """Evict until `tokens` are free; False when they cannot be."""
         short = tokens - self.allocator.available_size()
         if short > 0:

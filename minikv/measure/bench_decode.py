@@ -32,7 +32,7 @@ def run(
 
     The limit is the time that reading every weight once, and the keys and values of all requests, takes at the speed of
     a copy on this machine. "gpu us" is the captured graph replayed by itself; "host us" is a step of the engine with
-    the replay left out. The smaller of the two is hidden behind the other when it is the host's.
+    the replay left out, which hides behind the graph as long as it is the shorter one.
 
     Parameters
     ----------
@@ -174,8 +174,9 @@ def _inside(llm: LLM, batch: int) -> dict[str, Any]:
     for _ in range(60):
         synchronize(llm.device)
         started = perf_counter()
-        llm._advance()
+        llm._ahead.advance()
         host.append(perf_counter() - started)
+    llm._ahead.land()
     runner._replay = replay
     for request in requests:
         llm.abort(request.id)

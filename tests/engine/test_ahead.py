@@ -42,13 +42,13 @@ def followed(llm: LLM) -> list[int]:
     return rows
 
 
-def load(n: int, seed: int, longest: int = 20) -> tuple[list[list[int]], list[SamplingParams]]:
+def load(n: int, seed: int, longest: int = 20, stops: int = 40) -> tuple[list[list[int]], list[SamplingParams]]:
     draw = random.Random(seed)
     prompts = [[draw.randrange(256) for _ in range(draw.randrange(1, longest))] for _ in range(n)]
-    stops = [tuple(draw.sample(range(512), 40)) for _ in range(n)]  # most outputs meet one of so many before long
+    stop_ids = [tuple(draw.sample(range(512), stops)) for _ in range(n)]  # of 40, most outputs soon meet one
     params = [
         SamplingParams(max_tokens=draw.randrange(1, 40), temperature=0, stop_token_ids=s, ignore_eos=True)
-        for s in stops
+        for s in stop_ids
     ]
     return prompts, params
 
@@ -103,6 +103,19 @@ def test_steady_decoding_is_all_ahead_and_wastes_nothing(device) -> None:
     assert ahead.runner.stats == before | {"replays": before["replays"] + 19}
 
 
+@on_devices
+def test_neither_a_queue_without_rows_nor_a_full_cache_ends_it(device) -> None:
+    plain, ahead = engines(device, max_requests=4, kv_tokens=256, page_size=4)
+    prompts = [[i] * 9 for i in range(24)]
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    rows = followed(ahead)
+    want, got = plain.generate(prompts, params), ahead.generate(prompts, params)
+    assert [o.token_ids for o in got] == [o.token_ids for o in want]
+    assert ahead.stats().evicted_tokens > 0
+    assert len(rows) >= 6 * 10, "most of the 15 decode steps of each four"
+    idle(ahead)
+
+
 def test_single_steps_and_streams_never_run_ahead() -> None:
     _, ahead = engines("cpu")
     rows, params = followed(ahead), SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
@@ -130,9 +143,9 @@ def test_steps_of_all_kinds_take_turns(n, device) -> None:
                 ahead.scheduler.add(coming.pop())
             kind = draw.choice(["ahead"] * 8 + ["land", "abort"])
             if kind == "ahead":
-                somebody_waits = bool(ahead.scheduler.waiting)
+                somebody_joins = not ahead.scheduler.nobody_joins
                 ahead._ahead.advance()
-                assert not (somebody_waits and ahead._ahead.flight), "who waits is not kept waiting"
+                assert not (somebody_joins and ahead._ahead.flight), "who waits is not kept waiting"
                 for r in ahead.scheduler.running if device == "cpu" else ():
                     assert ahead.table._ends[r.row] == ahead.table.end(r.row), "the host's count, and what is there"
             elif kind == "land":
@@ -220,7 +233,7 @@ def test_many_requests_of_many_lengths_on_the_gpu() -> None:
     plain, ahead = engines("cuda", max_requests=70, kv_tokens=20_000, page_size=16)
     rows = followed(ahead)
     for seed in range(2):
-        prompts, params = load(150, seed, longest=200)
+        prompts, params = load(150, seed, longest=200, stops=4)
         want, got = plain.generate(prompts, params), ahead.generate(prompts, params)
         assert [(o.token_ids, o.finish_reason) for o in got] == [(o.token_ids, o.finish_reason) for o in want]
         idle(ahead)
