@@ -189,7 +189,8 @@ class AttentionBackend:
 
             return extend_attention(q, k, v, k_cache, v_cache, self._qo_indptr, *self._lists, **settings)  # type: ignore[return-value]
         new = {"k": k, "v": v} if self._prefix_lens is None else {}
-        parts = self._padded(opts, q, k_cache, v_cache, self._qo_indptr, self._prefix_lens, bool(new))
+        lists = {"qo_indptr": self._qo_indptr, "prefix_lens": self._prefix_lens, "new_keys": bool(new)}
+        parts = self._padded(opts, q, k_cache, v_cache, **lists)
         return torch_path.run(parts, q, k_cache, v_cache, opts, **new)  # type: ignore[return-value]
 
     def decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: LayerAttention) -> Tensor:
@@ -210,7 +211,7 @@ class AttentionBackend:
             return decode_attention(
                 q, k_cache, v_cache, *self._lists, plan=plan, backend="triton", early=early, **self._settings(options)
             )  # type: ignore[return-value]
-        parts = self._padded(opts, q, k_cache, v_cache, None, None, False)
+        parts = self._padded(opts, q, k_cache, v_cache)
         return torch_path.run(parts, q, k_cache, v_cache, opts)  # type: ignore[return-value]
 
     def _store(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -230,19 +231,9 @@ class AttentionBackend:
     def _settings(self, options: LayerAttention) -> dict[str, Any]:
         return {**vars(options), "page_size": self.page_size}
 
-    def _padded(
-        self,
-        opts: Options,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        qo_indptr: Tensor | None,
-        prefix_lens: Tensor | None,
-        new_keys: bool,
-    ) -> list[Rectangle]:
+    def _padded(self, opts: Options, q: Tensor, k_cache: Tensor, v_cache: Tensor, **lists: Any) -> list[Rectangle]:
         key = (opts.sliding_window, opts.xai_temperature_len)
         if key not in self._parts:
-            lists = {"qo_indptr": qo_indptr, "prefix_lens": prefix_lens, "new_keys": new_keys}
             self._parts[key] = torch_path.plan(q, k_cache, v_cache, *self._lists, opts, **lists)
         return self._parts[key]
 

@@ -7,15 +7,7 @@ from torch import Tensor
 
 from minikv._triton import tl, triton
 from minikv.attention import options
-from minikv.attention.inner import (
-    capped,
-    head_columns,
-    load_rows,
-    log_sum_exp,
-    normaliser,
-    online_softmax,
-    row_factor,
-)
+from minikv.attention.inner import capped, head_columns, load_rows, log_sum_exp, normaliser, online_softmax, row_factor
 from minikv.attention.merge_kernel import merge_kernel, part_size
 from minikv.attention.plan import AttentionPlan, decode_tiles_of, uniform_splits, values_in_keys
 from minikv.attention.tiles import DecodeTiles, capability_of, head_blocks, power_of_two, processors_of
@@ -108,33 +100,16 @@ def decode_attention(
     >>> o[:, 0, 0].tolist()
     [5.0, 2.0]
     """
-    opts = options.check_decode(
-        q,
-        k_cache,
-        v_cache,
-        kv_indptr,
-        kv_indices,
-        sm_scale=sm_scale,
-        logit_cap=logit_cap,
-        sliding_window=sliding_window,
-        window_start=window_start,
-        sinks=sinks,
-        xai_temperature_len=xai_temperature_len,
-        xai_temperature_rule=xai_temperature_rule,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        page_size=page_size,
-        num_kv_splits=num_kv_splits,
-        out=out,
-    )
+    settings, tensors = options.given(locals()), (q, k_cache, v_cache, kv_indptr, kv_indices)
+    opts = options.check_decode(*tensors, num_kv_splits=num_kv_splits, out=out, **settings)
     if plan is not None:
         plan.check(q, v_cache, num_kv_splits, sliding_window)
     if not use_triton(backend, q.device):
         from minikv.attention import torch_path
 
-        return torch_path.decode(q, k_cache, v_cache, kv_indptr, kv_indices, opts, return_lse=return_lse, out=out)
+        return torch_path.run(torch_path.plan(*tensors, opts), q, k_cache, v_cache, opts, return_lse, out)
     refuse_interpreted_bf16(q=q, k_cache=k_cache)
-    return launch(q, k_cache, v_cache, kv_indptr, kv_indices, opts, num_kv_splits, plan, return_lse, out, early=early)
+    return launch(*tensors, opts, num_kv_splits, plan, return_lse, out, early=early)
 
 
 def launch(

@@ -118,16 +118,12 @@ def extend_attention(
     >>> extend_attention(q, k, v, pool, pool, *lists)[:, 0, 0].tolist()
     [1.5, 2.0, 9.0]
     """
-    tensors = (q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices)
-    opts = options.check_extend(
-        *tensors, sm_scale=sm_scale, causal=causal, logit_cap=logit_cap,
-        sliding_window=sliding_window, window_start=window_start,
-        custom_mask=custom_mask, mask_indptr=mask_indptr, skip_prefix_mask=skip_prefix_mask,
-        sinks=sinks, xai_temperature_len=xai_temperature_len, xai_temperature_rule=xai_temperature_rule,
-        k_scale=k_scale, v_scale=v_scale, page_size=page_size, max_extend_len=max_extend_len, out=out,
-    )  # fmt: skip
+    settings, tensors = options.given(locals()), (q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices)
+    opts = options.check_extend(*tensors, max_extend_len=max_extend_len, out=out, **settings)
     if not use_triton(backend, q.device):
-        return torch_path.extend(*tensors, opts, return_lse=return_lse, out=out)
+        lists = {"qo_indptr": qo_indptr, "new_keys": True}
+        parts = torch_path.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, **lists)
+        return torch_path.run(parts, q, k_cache, v_cache, opts, return_lse, out, k, v)
     refuse_interpreted_bf16(q=q, k_cache=k_cache)
     return launch(*tensors, opts, max_extend_len, return_lse, out)
 

@@ -73,6 +73,11 @@ class Options:
     page_size: int = 1
 
 
+def given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The options among the arguments of a function, ``given(locals())``, as :func:`check_extend` and others take."""
+    return {name: arguments[name] for name in Options.__dataclass_fields__ if name in arguments}
+
+
 def check_extend(
     q: Tensor,
     k: Tensor,
@@ -235,66 +240,38 @@ def _check_list(kv_indptr: Tensor, kv_indices: Tensor, slots: int) -> None:
             )
 
 
-def _options(
-    q: Tensor,
-    kv_indptr: Tensor,
-    *,
-    sm_scale: float | None = None,
-    causal: bool = True,
-    logit_cap: float = 0.0,
-    sliding_window: int = -1,
-    window_start: Tensor | None = None,
-    custom_mask: Tensor | None = None,
-    mask_indptr: Tensor | None = None,
-    skip_prefix_mask: bool = False,
-    sinks: Tensor | None = None,
-    xai_temperature_len: int = -1,
-    xai_temperature_rule: str = "log",
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    page_size: int = 1,
-) -> Options:
+def _options(q: Tensor, kv_indptr: Tensor, **options: Any) -> Options:
     batch = kv_indptr.shape[0] - 1
-    scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
-    for name, number in (("sm_scale", scale), ("logit_cap", logit_cap), ("k_scale", k_scale), ("v_scale", v_scale)):
+    if options.get("sm_scale") is None:
+        options["sm_scale"] = q.shape[2] ** -0.5
+    numbers = {name: options[name] for name in ("sm_scale", "logit_cap", "k_scale", "v_scale") if name in options}
+    for name, number in numbers.items():
         if isinstance(number, Tensor) or not math.isfinite(number):
             raise ArgumentError(name, number, "must be a finite Python number")
-    if logit_cap < 0:
-        raise ArgumentError("logit_cap", logit_cap, "must be positive, or 0 for no cap")
-    if sliding_window < -1:
-        raise ArgumentError("sliding_window", sliding_window, "must be n - 1 for a window of n keys, or -1 for none")
-    if xai_temperature_len < 2 and xai_temperature_len != -1:
-        raise ArgumentError("xai_temperature_len", xai_temperature_len, "must be at least 2, or -1 for none")
-    if xai_temperature_rule not in ("log", "inverse"):
-        raise ArgumentError("xai_temperature_rule", xai_temperature_rule, "use 'log' or 'inverse'")
-    if page_size < 1:
-        raise ArgumentError("page_size", page_size, "must be at least 1")
-    if window_start is not None:
-        _expect_ints("window_start", window_start, batch, q.device)
-    if sinks is not None:
-        _expect("sinks", sinks, (q.shape[1],), FLOATS, q.device)
-    if (custom_mask is None) != (mask_indptr is None):
-        missing = "custom_mask" if custom_mask is None else "mask_indptr"
+    if numbers.get("logit_cap", 0) < 0:
+        raise ArgumentError("logit_cap", numbers["logit_cap"], "must be positive, or 0 for no cap")
+    options |= {name: float(number) for name, number in numbers.items()}
+    opts = Options(**options)
+    window, length = opts.sliding_window, opts.xai_temperature_len
+    if window < -1:
+        raise ArgumentError("sliding_window", window, "must be n - 1 for a window of n keys, or -1 for none")
+    if length < 2 and length != -1:
+        raise ArgumentError("xai_temperature_len", length, "must be at least 2, or -1 for none")
+    if opts.xai_temperature_rule not in ("log", "inverse"):
+        raise ArgumentError("xai_temperature_rule", opts.xai_temperature_rule, "use 'log' or 'inverse'")
+    if opts.page_size < 1:
+        raise ArgumentError("page_size", opts.page_size, "must be at least 1")
+    if opts.window_start is not None:
+        _expect_ints("window_start", opts.window_start, batch, q.device)
+    if opts.sinks is not None:
+        _expect("sinks", opts.sinks, (q.shape[1],), FLOATS, q.device)
+    if (opts.custom_mask is None) != (opts.mask_indptr is None):
+        missing = "custom_mask" if opts.custom_mask is None else "mask_indptr"
         raise ArgumentError(missing, None, "custom_mask and mask_indptr come together")
-    if custom_mask is not None and mask_indptr is not None:
-        _expect("custom_mask", custom_mask, (None,), (torch.bool,), q.device)
-        _expect_ints("mask_indptr", mask_indptr, batch + 1, q.device)
-    return Options(
-        float(scale),
-        causal,
-        float(logit_cap),
-        sliding_window,
-        window_start,
-        custom_mask,
-        mask_indptr,
-        skip_prefix_mask,
-        sinks,
-        xai_temperature_len,
-        xai_temperature_rule,
-        float(k_scale),
-        float(v_scale),
-        page_size,
-    )
+    if opts.custom_mask is not None and opts.mask_indptr is not None:
+        _expect("custom_mask", opts.custom_mask, (None,), (torch.bool,), q.device)
+        _expect_ints("mask_indptr", opts.mask_indptr, batch + 1, q.device)
+    return opts
 
 
 def _expect(

@@ -93,11 +93,11 @@ def rectangles(
     kv_indices: Tensor,
     opts: Options,
     *,
-    qo_indptr: Tensor | None,
-    prefix_lens: Tensor | None,
-    new_keys: bool,
     q_heads: int,
     token_bytes: int,
+    qo_indptr: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    new_keys: bool = False,
 ) -> list[Rectangle]:
     """Cut and pad a batch.
 

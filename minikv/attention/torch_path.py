@@ -9,6 +9,7 @@ the path.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,80 +22,16 @@ SMALL_BYTES = 1 << 17
 _workspace = threading.local()
 
 
-def extend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    opts: Options,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``extend_attention`` on checked arguments."""
-    parts = plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, qo_indptr=qo_indptr, new_keys=True)
-    return run(parts, q, k_cache, v_cache, opts, return_lse, out, k, v)
-
-
-def unified(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qo_indptr: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    prefix_lens: Tensor,
-    opts: Options,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``extend_attention_unified`` on checked arguments."""
-    parts = plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, qo_indptr=qo_indptr, prefix_lens=prefix_lens)
-    return run(parts, q, k_cache, v_cache, opts, return_lse, out)
-
-
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    opts: Options,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """``decode_attention`` on checked arguments."""
-    parts = plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts)
-    return run(parts, q, k_cache, v_cache, opts, return_lse, out)
-
-
 def plan(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    opts: Options,
-    *,
-    qo_indptr: Tensor | None = None,
-    prefix_lens: Tensor | None = None,
-    new_keys: bool = False,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor, opts: Options, **lists: Any
 ) -> list[Rectangle]:
-    """What :func:`run` needs to know of a batch; the same for all layers with the same mask and temperature."""
+    """What :func:`run` needs to know of a batch; the same for all layers with the same mask and temperature.
+
+    `lists` are what the form of the call has beside the keys' lists: ``qo_indptr``, ``prefix_lens`` and ``new_keys`` of
+    :func:`~minikv.attention.padding.rectangles`; a decode has none.
+    """
     token_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
-    return rectangles(
-        kv_indptr,
-        kv_indices,
-        opts,
-        qo_indptr=qo_indptr,
-        prefix_lens=prefix_lens,
-        new_keys=new_keys,
-        q_heads=q.shape[1],
-        token_bytes=token_bytes,
-    )
+    return rectangles(kv_indptr, kv_indices, opts, q_heads=q.shape[1], token_bytes=token_bytes, **lists)
 
 
 def run(

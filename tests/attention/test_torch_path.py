@@ -70,7 +70,8 @@ def test_b79_a_padded_row_spoils_no_other() -> None:
     indices = torch.cat((indices, torch.zeros(1, dtype=indices.dtype)))
     indptr = torch.cat((indptr, indptr[-1:] + 1))
     q = torch.cat((q, torch.full((1, 4, 16), torch.nan)))
-    got = torch_path.decode(q, k_cache, v_cache, indptr, indices, Options(0.25))
+    parts = torch_path.plan(q, k_cache, v_cache, indptr, indices, Options(0.25))
+    got = torch_path.run(parts, q, k_cache, v_cache, Options(0.25))
     assert isinstance(got, torch.Tensor)
     torch.testing.assert_close(got[:3].double(), want, atol=2e-5, rtol=0)
 
