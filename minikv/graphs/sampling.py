@@ -105,13 +105,7 @@ def unpack(mask: Tensor, rows: int, vocab: int) -> Tensor:
 
 
 def choose(
-    x: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    u: Tensor,
-    truncates: bool = True,
+    x: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor, truncates: bool = True
 ) -> Tensor:
     """Draw one token per row of `x`; rows of temperature 0 take their first maximum.
 

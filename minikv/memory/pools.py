@@ -10,6 +10,7 @@ import math
 from numbers import Real
 
 import torch
+from torch import Tensor
 
 from minikv.device import memory_facts, pick_device, refuse_interpreted_bf16, use_triton
 from minikv.errors import ArgumentError
@@ -92,13 +93,13 @@ class _Pool:
         """Bytes that one token takes in all layers."""
         return sum(layer[0].nbytes for part in self._parts for layer in part)
 
-    def k(self, layer: int) -> torch.Tensor:
+    def k(self, layer: int) -> Tensor:
         """Keys of a layer, ``[slots, heads, columns]`` (a view)."""
         return self._parts[0][layer]
 
-    def _store(self, layer: int, slots: torch.Tensor, rows: dict[str, torch.Tensor], scales: dict[str, float]) -> None:
+    def _store(self, layer: int, slots: Tensor, rows: dict[str, Tensor], scales: dict[str, float]) -> None:
         for name, tensor in {"slots": slots, **rows}.items():
-            if not isinstance(tensor, torch.Tensor) or tensor.device.type != self.device.type:
+            if not isinstance(tensor, Tensor) or tensor.device.type != self.device.type:
                 where = getattr(tensor, "device", tensor)
                 raise ArgumentError(name, where, f"must be a tensor on the pool's device, {self.device}")
         n, rows = slots.numel(), {name: tensor.detach() for name, tensor in rows.items()}
@@ -180,18 +181,12 @@ class KVPool(_Pool):
     ) -> None:
         super().__init__(size, page_size, num_layers, (kv_heads, head_dim), 2, dtype, device, kernels)
 
-    def v(self, layer: int) -> torch.Tensor:
+    def v(self, layer: int) -> Tensor:
         """Values of a layer, ``[slots, kv_heads, head_dim]`` (a view)."""
         return self._parts[1][layer]
 
     def set_kv(
-        self,
-        layer: int,
-        slots: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        self, layer: int, slots: Tensor, k: Tensor, v: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
     ) -> None:
         """Write K and V of `n` tokens in one launch; stored = value / scale.
 
@@ -242,18 +237,12 @@ class MLAPool(_Pool):
         super().__init__(size, page_size, num_layers, (1, columns), 1, dtype, device, kernels)
         self.kv_lora_rank = kv_lora_rank
 
-    def v(self, layer: int) -> torch.Tensor:
+    def v(self, layer: int) -> Tensor:
         """Values of a layer, ``[slots, 1, kv_lora_rank]``: a view of the rows."""
         return self.k(layer)[..., : self.kv_lora_rank]
 
     def set_kv(
-        self,
-        layer: int,
-        slots: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0
     ) -> None:
         """Write the rows `k` ``[n, 1, kv_lora_rank + rope_dim]``, as :meth:`KVPool.set_kv`; `v` is part of them.
 
