@@ -244,13 +244,15 @@ def _options(q: Tensor, kv_indptr: Tensor, **options: Any) -> Options:
     batch = kv_indptr.shape[0] - 1
     if options.get("sm_scale") is None:
         options["sm_scale"] = q.shape[2] ** -0.5
-    numbers = {name: options[name] for name in ("sm_scale", "logit_cap", "k_scale", "v_scale") if name in options}
-    for name, number in numbers.items():
+    cap = options.get("logit_cap", 0.0)
+    for name in ("sm_scale", "logit_cap", "k_scale", "v_scale"):
+        number = options.get(name, 1.0)
         if isinstance(number, Tensor) or not math.isfinite(number):
             raise ArgumentError(name, number, "must be a finite Python number")
-    if numbers.get("logit_cap", 0) < 0:
-        raise ArgumentError("logit_cap", numbers["logit_cap"], "must be positive, or 0 for no cap")
-    options |= {name: float(number) for name, number in numbers.items()}
+        if name in options:
+            options[name] = float(number)
+    if cap < 0:
+        raise ArgumentError("logit_cap", cap, "must be positive, or 0 for no cap")
     opts = Options(**options)
     window, length = opts.sliding_window, opts.xai_temperature_len
     if window < -1:

@@ -22,7 +22,6 @@ from minikv.measure.table import table
 from minikv.measure.timing import measure
 
 CONTEXT, NEW = 512, 128
-PATIENCE = 40.0  # seconds after which torch.compile is not begun any more: it takes a minute
 
 
 def run(
@@ -89,9 +88,12 @@ def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool = False) -
     if ways:
         captures = [_captured(llm, order) for order in ("largest first", "smallest first")]
         eager = LLM(model, graphs=False, **options)
-        rows += [_row(model, eager, batch, "eager", 9) for batch in batches[::2]]
-        if perf_counter() - started < PATIENCE:
-            rows.append(_compiled(model, eager, 1, new))
+        for batch in batches:
+            rows.append(_row(model, eager, batch, "eager", 9))
+        for batch in batches[:1] if new < NEW else batches[::2]:  # each is compiled for 15 seconds
+            rows.append(_compiled(model, eager, batch, new if batch < 128 else new // 2))
+            print(table(rows[-1:]), flush=True)
+        rows.sort(key=lambda row: row["batch"])  # graph, eager, compiled
         del eager
     del llm
     gc.collect()
