@@ -16,7 +16,7 @@ from minikv.device import pick_device, synchronize
 from minikv.engine import LLM, SamplingParams
 from minikv.errors import StateError
 from minikv.graphs import CudaGraphRunner
-from minikv.graphs.decode import CompiledDecode, decode_buffers
+from minikv.graphs.decode import CapturedDecode, CompiledDecode, decode_buffers
 from minikv.measure.limits import copy_bandwidth
 from minikv.measure.table import table
 from minikv.measure.timing import measure
@@ -85,9 +85,11 @@ def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool = False) -
     for batch in batches:
         rows.append(_row(model, llm, batch, "graph", new if batch < 128 else new // 2) | _inside(llm, batch))
         print(table(rows[-1:]), flush=True)
+    sizes = llm.runner.sizes
+    del llm  # its graphs would share their memory with those that are captured next
     if ways:
-        captures = [_captured(llm, order) for order in ("largest first", "smallest first")]
         eager = LLM(model, graphs=False, **options)
+        captures = [_captured(eager, sizes, order) for order in ("largest first", "smallest first")]
         for batch in batches:
             rows.append(_row(model, eager, batch, "eager", 9))
         for batch in batches[:1] if new < NEW else batches[::2]:  # each is compiled for 15 seconds
@@ -95,7 +97,6 @@ def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool = False) -
             print(table(rows[-1:]), flush=True)
         rows.sort(key=lambda row: row["batch"])  # graph, eager, compiled
         del eager
-    del llm
     gc.collect()
     torch.cuda.empty_cache()
     return rows, captures
@@ -212,21 +213,15 @@ class _SmallestFirst(CudaGraphRunner):
         return self.sizes
 
 
-def _captured(llm: LLM, order: str) -> dict[str, Any]:
-    """Memory and seconds of capturing the engine's greedy graphs once more."""
-    runner: Any = llm.runner
+def _captured(llm: LLM, sizes: list[int], order: str) -> dict[str, Any]:
+    """Memory and seconds of capturing the greedy graphs of an engine that has none."""
     kind = CudaGraphRunner if order == "largest first" else _SmallestFirst
+    step = CapturedDecode(llm.decoder, llm.attention)
+    buffers = decode_buffers(max(sizes), llm.device, llm.config.vocab_size)
     gc.collect()
     torch.cuda.empty_cache()
     started = perf_counter()
-    made = kind(
-        runner.step,
-        runner.buffers,
-        [size for size in runner.sizes if size <= 64],
-        variants=runner.variants[:1],
-        prepare=runner.prepare,
-        progress=False,
-    )
+    made = kind(step, buffers, sizes, variants=("greedy",), prepare=step.prepare, progress=False)
     synchronize(llm.device)
     return {
         "captured": order,
