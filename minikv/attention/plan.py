@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minikv.attention.tiles import DecodeTiles, decode_tiles, processors_of
 from minikv.errors import ArgumentError, StateError
+from minikv.memory.launch import Stage
 
 OPEN_END = 2**31 - 1
 
@@ -87,12 +88,9 @@ class AttentionPlan:
         self.partial = torch.empty((rows, q_heads, self.d_v), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty((rows, q_heads), dtype=torch.float32, device=device)
         size = 0 if num_kv_splits else 4 * (capacity + entries)
-        self._staged = torch.empty(size, dtype=torch.int32, device=device)
-        self.items = self._staged[: 4 * capacity].view(-1, 4)
-        self.merges = self._staged[4 * capacity :].view(-1, 4)
-        on_cuda = device.type == "cuda"
-        self._host = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(2)] if on_cuda else []
-        self._copied = [torch.cuda.Event() for _ in self._host]
+        self._stage = Stage(size, device, torch.int32)
+        self.items = self._stage.block[: 4 * capacity].view(-1, 4)
+        self.merges = self._stage.block[4 * capacity :].view(-1, 4)
 
     def tiles_for(self, batch: int) -> DecodeTiles:
         """The tiles that a batch of this size is computed with; always the same ones with fixed splits."""
@@ -147,15 +145,9 @@ class AttentionPlan:
         if planned == self._planned:  # no request grew by a tile: items whose last ends are open still fit
             return self
         self._planned = planned
-        if self._host:
-            self._host.reverse()  # two buffers in turn, so that the copy of the last update may still be under way
-            self._copied.reverse()
-            self._copied[0].synchronize()
-            self._fill(self._host[0].numpy(), begin, spans)
-            self._staged.copy_(self._host[0], non_blocking=True)
-            self._copied[0].record()
-        else:
-            self._fill(self._staged.numpy(), begin, spans)
+        self._stage.turn()
+        self._fill(self._stage.host.numpy(), begin, spans)
+        self._stage.send()
         return self
 
     def _fill(self, staged: np.ndarray, begin: np.ndarray, spans: np.ndarray) -> None:
@@ -208,8 +200,7 @@ class AttentionPlan:
             return (
                 f"AttentionPlan({self.batch or 0} requests of {self.max_requests}, num_kv_splits={self.num_kv_splits})"
             )
-        staged = self._host[0] if self._host else self._staged
-        items, merges = staged.view(-1, 4).tensor_split([self.items.shape[0]])
+        items, merges = self._stage.host.view(-1, 4).tensor_split([self.items.shape[0]])
         used, merged = int((items[:, 0] >= 0).sum()), int((merges[:, 2] > 0).sum())
         return f"AttentionPlan({self.batch} requests of {self.max_requests} in {used} items, {merged} merged)"
 

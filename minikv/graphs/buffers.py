@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minikv.errors import ArgumentError
+from minikv.memory.launch import Stage
 
 
 class Padding(Enum):
@@ -30,38 +31,6 @@ class Padding(Enum):
     FILL = "fill"
     RESERVED = "reserved"
     KEEP = "keep"
-
-
-class Stage:
-    """Vectors that the host fills each step, in one block: one copy to the device, which nobody waits for.
-
-    On CUDA there are two pinned blocks, used in turn, so that the copy of the step before may still be under way. On
-    the CPU the block itself is filled.
-    """
-
-    def __init__(self, length: int, device: torch.device, dtype: torch.dtype = torch.int64) -> None:
-        self.block = torch.zeros(length, dtype=dtype, device=device)
-        on_cuda = device.type == "cuda"
-        self.hosts = [torch.zeros(length, dtype=dtype, pin_memory=True) for _ in range(2)] if on_cuda else []
-        self._copied = [torch.cuda.Event() for _ in self.hosts]
-
-    @property
-    def host(self) -> Tensor:
-        """The block to fill now."""
-        return self.hosts[0] if self.hosts else self.block
-
-    def turn(self) -> None:
-        """Begin a step: take the block whose copy is older."""
-        if self.hosts:
-            self.hosts.reverse()
-            self._copied.reverse()
-            self._copied[0].synchronize()
-
-    def send(self) -> None:
-        """Copy the filled block to the device."""
-        if self.hosts:
-            self.block.copy_(self.hosts[0], non_blocking=True)
-            self._copied[0].record()
 
 
 @dataclass
@@ -152,12 +121,10 @@ class Buffer:
         length, device = rows * self.per_row + self.extra, self.tensor.device
         if self.padding is Padding.KEEP and not self.extra:
             return self
-        if self.stage is not None:
-            stage = Stage(length, device, self.stage.block.dtype)
-            tensor = stage.block.view(self.tensor.dtype)
-            return Buffer(tensor, self.padding, self.fill, self.per_row, self.extra, stage, 0, self.variants)
-        tensor = torch.zeros(length, *self.tensor.shape[1:], dtype=self.tensor.dtype, device=device)
-        return Buffer(tensor, self.padding, self.fill, self.per_row, self.extra, variants=self.variants)
+        stage = None if self.stage is None else Stage(length, device, self.stage.block.dtype)
+        shape, kind = (length, *self.tensor.shape[1:]), self.tensor.dtype
+        tensor = torch.zeros(shape, dtype=kind, device=device) if stage is None else stage.block.view(kind)
+        return Buffer(tensor, self.padding, self.fill, self.per_row, self.extra, stage, 0, self.variants)
 
 
 def staged(rows: int, device: torch.device | str, rules: Mapping[str, Buffer]) -> dict[str, Buffer]:

@@ -82,6 +82,38 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
+class Stage:
+    """Vectors that the host fills each step, in one block: one copy to the device, which nobody waits for.
+
+    On CUDA there are two pinned blocks, used in turn, so that the copy of the step before may still be under way. On
+    the CPU the block itself is filled.
+    """
+
+    def __init__(self, length: int, device: torch.device, dtype: torch.dtype = torch.int64) -> None:
+        self.block = torch.zeros(length, dtype=dtype, device=device)
+        on_cuda = device.type == "cuda"
+        self.hosts = [torch.zeros(length, dtype=dtype, pin_memory=True) for _ in range(2)] if on_cuda else []
+        self._copied = [torch.cuda.Event() for _ in self.hosts]
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The block to fill now."""
+        return self.hosts[0] if self.hosts else self.block
+
+    def turn(self) -> None:
+        """Begin a step: take the block whose copy is older."""
+        if self.hosts:
+            self.hosts.reverse()
+            self._copied.reverse()
+            self._copied[0].synchronize()
+
+    def send(self) -> None:
+        """Copy the filled block to the device."""
+        if self.hosts:
+            self.block.copy_(self.hosts[0], non_blocking=True)
+            self._copied[0].record()
+
+
 class Staging:
     """Small host arrays for kernels to read: written in pinned memory, never copied, never waited for.
 
