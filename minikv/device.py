@@ -99,11 +99,8 @@ def refuse_interpreted_bf16(**tensors: torch.Tensor | None) -> None:
     """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu":
-            raise ArgumentError(
-                name,
-                tensor.dtype,
-                "Triton's interpreter computes bfloat16 wrongly; use float32 or float16, or backend='torch'",
-            )
+            remedy = "Triton's interpreter computes bfloat16 wrongly; use float32 or float16, or backend='torch'"
+            raise ArgumentError(name, tensor.dtype, remedy)
 
 
 def synchronize(device: torch.device | str) -> None:

@@ -87,11 +87,9 @@ class AttentionBackend:
         self._plans: dict[int, Any] = {}  # triton: window -> AttentionPlan
         self._buffers: tuple[Tensor, Tensor] | None = None  # triton: the slot lists of decode batches
         if self.backend == "triton":
+            kind: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
             entries = max_requests * table.table.shape[1]
-            indptr, indices = (
-                torch.zeros(n, dtype=torch.int32, device=self.device) for n in (max_requests + 1, entries)
-            )
-            self._buffers = indptr, indices
+            self._buffers = torch.zeros(max_requests + 1, **kind), torch.zeros(entries, **kind)
         self._forward: Callable[..., Tensor] | None = None
 
     def begin_extend(self, rows: Tensor, prefix_lens: Tensor, seq_lens: Tensor, out_slots: Tensor) -> None:

@@ -19,6 +19,7 @@ from minikv.attention.options import Options
 from minikv.attention.padding import KV_BYTES, Rectangle, rectangles
 
 SMALL_BYTES = 1 << 17
+New = tuple[Tensor | None, Tensor | None]  # the keys and values that are not in the pool
 _workspace = threading.local()
 
 
@@ -48,11 +49,11 @@ def run(
     """Attention of q [tokens, q_heads, d_qk] over a planned batch; returns out, or (out, lse)."""
     tokens, q_heads, _ = q.shape
     if not return_lse and out is None and len(parts) == 1 and parts[0].rows == slice(0, tokens):
-        return _attend(parts[0], q, k_cache, v_cache, opts, False, k, v)[0]
+        return _attend(parts[0], q, k_cache, v_cache, opts, False, (k, v))[0]
     out = q.new_zeros(tokens, q_heads, v_cache.shape[2]) if out is None else out.zero_()
     lse = torch.full((tokens, q_heads), -torch.inf, device=q.device) if return_lse else None
     for part in parts:
-        got, got_lse = _attend(part, q, k_cache, v_cache, opts, return_lse, k, v)
+        got, got_lse = _attend(part, q, k_cache, v_cache, opts, return_lse, (k, v))
         _scatter(out, part, got)
         if lse is not None and got_lse is not None:
             _scatter(lse, part, got_lse)
@@ -60,17 +61,10 @@ def run(
 
 
 def _attend(
-    part: Rectangle,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    opts: Options,
-    need_lse: bool,
-    k_new: Tensor | None,
-    v_new: Tensor | None,
+    part: Rectangle, q: Tensor, k_cache: Tensor, v_cache: Tensor, opts: Options, need_lse: bool, new: New
 ) -> tuple[Tensor, Tensor | None]:
     """One rectangle: out [n * N, q_heads, d_v] in q's dtype and, if asked for, lse fp32 [n * N, q_heads]."""
-    (n, N), q_heads = part.shape, q.shape[1]
+    (n, N), q_heads, (k_new, v_new) = part.shape, q.shape[1], new
     scores_needed = need_lse or opts.logit_cap > 0 or opts.sinks is not None or q.shape[2] != v_cache.shape[2]
     exact = k_cache.dtype == q.dtype and opts.k_scale == opts.v_scale == 1.0
     scale, wide = opts.sm_scale, torch.float32

@@ -125,11 +125,7 @@ class PagedAllocator:
         return self.alloc_extend(np.zeros(1, np.int64), np.array([num_tokens]), no_prefix, num_tokens)
 
     def alloc_extend(
-        self,
-        prefix_lens: Lengths,
-        seq_lens: Lengths,
-        last_loc: torch.Tensor,
-        extend_num_tokens: int,
+        self, prefix_lens: Lengths, seq_lens: Lengths, last_loc: torch.Tensor, extend_num_tokens: int
     ) -> torch.Tensor | None:
         """Slots for the new tokens of a batch of requests.
 

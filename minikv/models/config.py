@@ -225,13 +225,10 @@ def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if (found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ArgumentError("partial_rotary_factor", config, "minikv rotates whole heads only")
     if kind in ("llama3", "yarn"):
-        found["original_max_position_embeddings"] = (
-            config.get("original_max_position_embeddings")
-            or found.get("original_max_position_embeddings")
-            or config["max_position_embeddings"]
-        )
+        original, longest = "original_max_position_embeddings", "max_position_embeddings"
+        found[original] = config.get(original) or found.get(original) or config[longest]
         if found.get("factor") is None:
-            found["factor"] = config["max_position_embeddings"] / found["original_max_position_embeddings"]
+            found["factor"] = config[longest] / found[original]
     return float(theta), None if kind == "default" else found
 
 

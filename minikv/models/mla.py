@@ -46,13 +46,8 @@ class LatentAttention(nn.Module):
         q = self.q_proj(x) if self.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.view(x.shape[0], self.heads, -1)  # [T, H, nope + rope]
         latent = self.kv_a_proj_with_mqa(x)  # [T, r + rope]
-        row = torch.cat(  # [T, 1, r + rope]: what is cached
-            (
-                self.kv_a_layernorm(latent[:, None, : self.rank]),
-                rotate(latent[:, None, self.rank :], cos, sin, interleaved=True),
-            ),
-            dim=-1,
-        )
+        k_rope = rotate(latent[:, None, self.rank :], cos, sin, interleaved=True)  # [T, 1, rope]
+        row = torch.cat((self.kv_a_layernorm(latent[:, None, : self.rank]), k_rope), dim=-1)  # what is cached
         up = self.kv_b_proj.weight.view(self.heads, -1, self.rank)  # [H, nope + v, r]
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
         q_nope = torch.bmm(q[..., : self.nope].transpose(0, 1), w_uk).transpose(0, 1)  # [T, H, r]

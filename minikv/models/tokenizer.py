@@ -176,10 +176,8 @@ class FileTokenizer:
         if kind != "gpt2" or rule not in (*_PLAIN, *_SPLITS):
             known = ", ".join((*_PLAIN, *_SPLITS))
             raise ArgumentError("tokenizer.ggml.pre", f"{kind}/{rule}", f"gpt2 with {known} is known; use an HF folder")
-        vocab, merges = (
-            {token: i for i, token in enumerate(tokens)},
-            [tuple(m.split(" ", 1)) for m in get("merges", [])],
-        )
+        vocab = {token: i for i, token in enumerate(tokens)}
+        merges = [tuple(m.split(" ", 1)) for m in get("merges", [])]
         backend: Any = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama-bpe"))
         cut: list[Any] = [ByteLevel(add_prefix_space=False, use_regex=rule in _PLAIN)]
         if rule == "smollm":
