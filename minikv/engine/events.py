@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minikv.engine.request import Moments
 from minikv.errors import ArgumentError
 
 
@@ -34,9 +35,8 @@ class EventLog:
             self._file = None if path is None else open(os.fspath(path), "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         except (OSError, TypeError, ValueError) as e:
             reason = getattr(e, "strerror", None) or e
-            raise ArgumentError(
-                "event_log", path, f"cannot be appended to ({reason}); name a file in a folder that exists"
-            ) from e
+            remedy = f"cannot be appended to ({reason}); name a file in a folder that exists"
+            raise ArgumentError("event_log", path, remedy) from e
         self.listeners = list(listeners)
 
     def __call__(self, event: str, **fields: Any) -> None:
@@ -60,30 +60,16 @@ def read_events(path: str | Path) -> list[dict]:
 
 
 @dataclass
-class RequestMetrics:
+class RequestMetrics(Moments):
     """One request, as its events tell it; times in seconds, None where the moment never came."""
 
-    queued: float
-    prompt_tokens: int
-    admitted: float | None = None
-    first_token: float | None = None
+    prompt_tokens: int = 0
     last_token: float | None = None
-    finished: float | None = None
     reason: str | None = None
     cached_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     retractions: int = 0
-
-    @property
-    def queue_time(self) -> float | None:
-        """From `add` to the first admission."""
-        return None if self.admitted is None else self.admitted - self.queued
-
-    @property
-    def ttft(self) -> float | None:
-        """Time to first token, from `add`."""
-        return None if self.first_token is None else self.first_token - self.queued
 
     @property
     def time_per_output_token(self) -> float | None:
@@ -110,7 +96,7 @@ def request_metrics(events: Iterable[dict]) -> dict[int, RequestMetrics]:
     for e in events:
         kind, t = e["event"], e["t"]
         if kind == "add":
-            found[e["id"]] = RequestMetrics(t, e["prompt_tokens"])
+            found[e["id"]] = RequestMetrics(t, prompt_tokens=e["prompt_tokens"])
         elif kind == "admit" and not e["again"]:
             found[e["id"]].admitted, found[e["id"]].cached_tokens = t, e["cached_tokens"]
         elif kind == "retract":

@@ -25,14 +25,13 @@ class State(Enum):
 
 
 @dataclass
-class Timing:
+class Moments:
     """Moments of one request, in seconds of a monotonic clock; None until they happen."""
 
-    queued: float = field(default_factory=time.perf_counter)
+    queued: float
     admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
-    tokens: int = 0
 
     @property
     def queue_time(self) -> float | None:
@@ -43,6 +42,14 @@ class Timing:
     def ttft(self) -> float | None:
         """Seconds from `add` to the first token."""
         return None if self.first_token is None else self.first_token - self.queued
+
+
+@dataclass
+class Timing(Moments):
+    """The moments of a request that the engine itself ran, and how many tokens it got."""
+
+    queued: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
 
     @property
     def time_per_output_token(self) -> float | None:
