@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from minikv.graphs.buffers import Buffer
 from minikv.graphs.runner import GraphRunner, Hidden
 
 ONE_THREAD = 1 << 15
@@ -31,14 +30,7 @@ class CompiledRunner(GraphRunner):
         As for :class:`GraphRunner`.
     """
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        buffers: Mapping[str, Buffer | Tensor],
-        batch_sizes: Iterable[int],
-        **options: Any,
-    ) -> None:
-        super().__init__(step, buffers, batch_sizes, **options)
+    def _begin(self) -> None:
         self._count = len(self.sizes) * len(self.variants)
         self._compiled: Callable[..., Any] | None = compiled(self.run_step, self._count, self._on_graph)
 

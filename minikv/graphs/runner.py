@@ -120,6 +120,7 @@ class GraphRunner:
         self.stats = Counters()
         self._served: dict[str, tuple[dict[str, Buffer], list[Stage]]] = {}
         self._range: Any = torch.cuda.nvtx.range if self.device.type == "cuda" else nullcontext
+        self._begin()
 
     def _usual(self, name: str, tensor: Tensor) -> Buffer:
         lengths = name == "seq_lens"
@@ -220,6 +221,9 @@ class GraphRunner:
     # ---- what a kind of runner brings
 
     outputs_are_static = False  # whether a replay writes its output where the one before did
+
+    def _begin(self) -> None:
+        """Get ready, once what was given is checked."""
 
     def _ready(self, variant: str, size: int) -> bool:
         """Whether this graph can be replayed (or made when it is first needed)."""
