@@ -157,9 +157,8 @@ def check_decode(
     """Check the arguments of ``decode_attention`` and gather its options; raises as :func:`check_extend`."""
     _check_tensors(q, k_cache, v_cache, kv_indptr, kv_indices, None, None, out)
     if kv_indptr.shape[0] != q.shape[0] + 1:
-        raise ArgumentError(
-            "kv_indptr", tuple(kv_indptr.shape), f"decode has one query per request: [{q.shape[0] + 1}]"
-        )
+        need = f"decode has one query per request: [{q.shape[0] + 1}]"
+        raise ArgumentError("kv_indptr", tuple(kv_indptr.shape), need)
     if num_kv_splits is not None and num_kv_splits < 1:
         raise ArgumentError("num_kv_splits", num_kv_splits, "must be at least 1, or None to choose by length")
     return _options(q, kv_indptr, **options)
@@ -235,9 +234,8 @@ def _check_list(kv_indptr: Tensor, kv_indices: Tensor, slots: int) -> None:
     if listed:
         least, most = (int(bound) for bound in torch.aminmax(kv_indices[:listed]))
         if least < 0 or most >= slots:
-            raise ArgumentError(
-                "kv_indices", least if least < 0 else most, f"must be slots of the pool, 0..{slots - 1}"
-            )
+            wrong = least if least < 0 else most
+            raise ArgumentError("kv_indices", wrong, f"must be slots of the pool, 0..{slots - 1}")
 
 
 def _options(q: Tensor, kv_indptr: Tensor, **options: Any) -> Options:
@@ -285,9 +283,8 @@ def _expect(
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
         raise ArgumentError(name, _shown(tensor), f"must have shape [{wanted}]")
     if tensor.dtype not in dtypes:
-        raise ArgumentError(
-            name, _shown(tensor), f"must be {' or '.join(str(d).removeprefix('torch.') for d in dtypes)}"
-        )
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise ArgumentError(name, _shown(tensor), f"must be {wanted}")
     if tensor.device != device:
         raise ArgumentError(name, _shown(tensor), f"must live on {device}, as q does")
 

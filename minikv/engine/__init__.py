@@ -7,6 +7,7 @@ Read in this order: ``params`` and ``request`` (what travels), ``scheduler`` (wh
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from minikv.engine.batch import Batch
@@ -42,12 +43,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # on first use: the scheduler alone needs neither models nor kernels
-        from minikv.engine.llm import LLM
-
-        return LLM
-    if name == "Sampler":
-        from minikv.engine.sampler import Sampler
-
-        return Sampler
+    if name in ("LLM", "Sampler"):  # on first use: the scheduler alone needs neither models nor kernels
+        return getattr(import_module(f"minikv.engine.{name.lower()}"), name)
     raise AttributeError(f"module 'minikv.engine' has no attribute {name!r}")

@@ -32,13 +32,8 @@ def check_sizes(**sizes: Any) -> None:
     for name, value in sizes.items():
         if value is None and name in ("kv_tokens", "kv_memory", "max_context"):
             continue
-        kinds = (int, float) if name == "kv_memory" else int
-        if (
-            not isinstance(value, kinds)
-            or isinstance(value, bool)
-            or not (1 <= value < math.inf)
-            or (name == "page_size" and value > 256)
-        ):
+        kinds, end = (int, float) if name == "kv_memory" else int, 257 if name == "page_size" else math.inf
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 1 <= value < end:
             raise ArgumentError(name, value, REMEDIES[name])
     if sizes["kv_tokens"] is not None and sizes["kv_memory"] is not None:
         raise ArgumentError("kv_memory", sizes["kv_memory"], "give kv_tokens or kv_memory, not both")
@@ -68,9 +63,8 @@ def check_room(argument: str, value: Any, need: int, device: torch.device) -> No
 def pick_context(max_context: int | None, longest: int) -> int:
     """The context length, checked against what the model was trained for."""
     if max_context is not None and max_context > longest:
-        raise ArgumentError(
-            "max_context", max_context, f"the model reads at most {longest} tokens; lower it or pass None"
-        )
+        remedy = f"the model reads at most {longest} tokens; lower it or pass None"
+        raise ArgumentError("max_context", max_context, remedy)
     return longest if max_context is None else max_context
 
 

@@ -104,9 +104,8 @@ class SamplingParams:
         object.__setattr__(self, "priority", int(self.priority))
         for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
-            _check(
-                name, value, _is_finite(value) and least <= value <= most, f"must lie between {least:g} and {most:g}"
-            )
+            ok = _is_finite(value) and least <= value <= most
+            _check(name, value, ok, f"must lie between {least:g} and {most:g}")
         bias = self.logit_bias or {}
         ok = isinstance(bias, Mapping) and all(
             _is_int(k) and k >= 0 and _is_finite(v) and abs(v) <= LARGEST for k, v in bias.items()

@@ -120,15 +120,12 @@ class Stats:
             from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
         except ImportError as e:
             raise StateError("llm.stats().prometheus() needs prometheus_client: pip install 'minikv[metrics]'") from e
-        families: list = []
         ended = CounterMetricFamily("minikv_requests", "Requests that ended, by reason", labels=["reason"])
         for reason, n in self.requests.items():
             ended.add_metric([reason], n)
-        families.append(ended)
-        for name, text in _COUNTERS.items():
-            families.append(CounterMetricFamily(f"minikv_{name}", text, value=getattr(self, name)))
-        for name, text in _GAUGES.items():
-            families.append(GaugeMetricFamily(f"minikv_{name}", text, value=getattr(self, name)))
+        families: list = [ended]
+        for family, texts in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            families += [family(f"minikv_{name}", text, value=getattr(self, name)) for name, text in texts.items()]
         for name, text in _HISTOGRAMS.items():
             h, family = getattr(self, name), HistogramMetricFamily(f"minikv_{name}_seconds", text)
             below = [sum(h.counts[: i + 1]) for i in range(len(h.counts))]
