@@ -22,6 +22,10 @@ from minikv.device import refuse_interpreted_bf16
 from minikv.memory.launch import Binary, pointer
 
 
+AHEAD_BYTES = 1 << 24
+"""Size up to which a matrix is fetched ahead of its use; of a larger one the L2 cache would lose parts again."""
+
+
 @dataclass(frozen=True)
 class LinearTiles:
     """What one program computes: `block_n` outputs, in steps of `block_k` inputs."""
@@ -80,6 +84,7 @@ def project(
         BLOCK_K=tiles.block_k,
         GATED=gated,
         WARPS=tiles.num_warps,
+        AHEAD=k > tiles.block_k and weight.nbytes <= AHEAD_BYTES,
     )
     return out
 
@@ -130,24 +135,13 @@ _binaries: dict[tuple[Any, ...], Binary] = {}
 def tiles_of(n: int, k: int, gated: bool) -> LinearTiles:
     """Block sizes for n outputs (pairs when `gated`) of k inputs: small programs, many of which share a processor."""
     whole = max(32, triton.next_power_of_2(k))
+    if k >= 4096 and not gated:
+        return LinearTiles(8 if n >= 16384 else 4, 1024, 4)
     if n >= 16384:
         return LinearTiles(8, min(512, whole), 2)
     if gated:
         return LinearTiles(2, min(512, whole), 2)
     return LinearTiles(4, min(512, whole), 2) if n >= 2048 else LinearTiles(2, min(1024, whole), 4)
-
-
-@triton.jit
-def fetch_ahead(address, size):
-    """Have `size` bytes (a multiple of 16) from each of these addresses brought into the L2 cache; nobody waits."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [address, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -160,7 +154,15 @@ def ask_for(weight, row, rows, ROW_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, W
     if ROW_BYTES % 16 == 0 and share > 0:
         start = tl.arange(0, 32 * WARPS) // 32 * share
         size = tl.minimum(tl.minimum(rows - row, BLOCK_N) * ROW_BYTES - start, share)
-        fetch_ahead(weight.to(tl.int64, bitcast=True) + row.to(tl.int64) * ROW_BYTES + start, size)
+        at = weight.to(tl.int64, bitcast=True) + row.to(tl.int64) * ROW_BYTES + start
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [at, size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -181,7 +183,7 @@ def normalised(v, gain, scale, kind: tl.constexpr):
 def one_row_kernel(
     x, weight, bias, norm, residual, out, n, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    WARPS: tl.constexpr, DEPENDENT: tl.constexpr,
+    WARPS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """``y[j] = sum_i x[i] w[j, i]``: one program computes `BLOCK_N` outputs from `BLOCK_N` rows of the weights.
 
@@ -210,7 +212,7 @@ def one_row_kernel(
         gain = tl.load(norm + i, mask=i < K, other=0.0)
     if DEPENDENT:
         item: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-        if K > BLOCK_K:
+        if AHEAD:
             ask_for(weight, first, n, K * item, BLOCK_N, WARPS)
             if GATED:
                 ask_for(weight, first + n, 2 * n, K * item, BLOCK_N, WARPS)

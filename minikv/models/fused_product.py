@@ -16,7 +16,7 @@ from torch import Tensor
 from minikv._triton import tl, triton
 from minikv.attention.tiles import capability_of, shared_bytes
 from minikv.device import refuse_interpreted_bf16
-from minikv.models.fused_linear import fetch_ahead, gate_times_up, launch
+from minikv.models.fused_linear import gate_times_up, launch
 
 MOST_ROWS = 32
 """Rows up to which these kernels are used; cuBLAS reads larger batches as fast."""
@@ -114,10 +114,7 @@ def few_rows_kernel(
     K: tl.constexpr, SPAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, p): outputs ``b * BLOCK_N ..`` of all rows, summed over the inputs ``p * SPAN ..`` of part p.
-
-    Before it waits for x it asks for its weights, which are on their way into the L2 cache meanwhile.
-    """
+    """Program (b, p): outputs ``b * BLOCK_N ..`` of all rows, summed over the inputs ``p * SPAN ..`` of part p."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -127,12 +124,6 @@ def few_rows_kernel(
     line = weight + tl.minimum(column, n - 1).to(tl.int64) * K
     other_line = line + n.to(tl.int64) * K
     if DEPENDENT:
-        size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
-        if K * size % 16 == 0 and SPAN * size % 16 == 0:
-            wanted = tl.where(column < n, (high - low) * size, 0)
-            fetch_ahead((line + low).to(tl.int64, bitcast=True), wanted)
-            if GATED:
-                fetch_ahead((other_line + low).to(tl.int64, bitcast=True), wanted)
         tl.extra.cuda.gdc_wait()  # type: ignore
     row = tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_K)

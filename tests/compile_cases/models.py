@@ -20,6 +20,7 @@ def linear(
     constexprs = {p: None for p in POINTERS if p not in parts}
     constexprs |= {"K": k, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
     constexprs |= {"GATED": gated, "WARPS": tiles.num_warps, "DEPENDENT": arch >= 90}
+    constexprs["AHEAD"] = k > tiles.block_k and n * k < 1 << 23
     kernel = "minikv.models.fused_linear:one_row_kernel"
     return Case(name, kernel, signature, constexprs, ("x", "weight", "out", *parts), (arch,), tiles.num_warps)
 
