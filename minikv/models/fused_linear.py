@@ -21,7 +21,6 @@ from minikv.attention.tiles import capability_of
 from minikv.device import refuse_interpreted_bf16
 from minikv.memory.launch import Binary, pointer
 
-
 AHEAD_BYTES = 1 << 24
 """Size up to which a matrix is fetched ahead of its use; of a larger one the L2 cache would lose parts again."""
 

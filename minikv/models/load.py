@@ -101,7 +101,7 @@ def load(
         return Model(random_model(config, seed, where, kind), tokenizer, config, name)
     if name == "smollm2-135m":
         return _load_gguf(model_path(progress=progress), name, where, kind, progress)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # leaves a user that does not exist as it is
     if name and path.is_dir():
         return _load_folder(path, name, where, kind, progress)
     if path.is_file():

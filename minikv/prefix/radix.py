@@ -304,8 +304,8 @@ class RadixCache(RequestLife):
             self._emit("unlock", [node])
 
     def _live(self, node: Node) -> None:
-        top = node
-        while top.parent is not None:
+        top: Any = node
+        while getattr(top, "parent", None) is not None:  # whatever else is passed is not in the tree either
             top = top.parent
         if top is not self.root:
             gone = "no longer in the tree: it was evicted, or the tree was reset"

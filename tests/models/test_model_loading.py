@@ -86,6 +86,7 @@ def test_layers_with_experts_are_refused() -> None:
     [
         ("smollm3", "not a model minikv knows; use 'smollm2-135m', 'tiny'"),
         ("/no/such/folder", "no such file or folder"),
+        ("~nobody-of-that-name/x", "no such file or folder"),
         ("./gone.gguf", "no such file or folder"),
         ("models/gone.gguf", "no such file or folder"),
         ("random:gpt-9", "shapes are tiny, .*qwen3-0.6b"),

@@ -110,6 +110,14 @@ def test_a_lost_lock_is_noticed() -> None:
         w.cache.cache_unfinished(r)
 
 
+@pytest.mark.parametrize("node", [None, 3, "node"])
+def test_what_is_no_node_is_not_locked(node) -> None:
+    cache = RadixCache(2)
+    for call in (cache.lock, cache.unlock):
+        with pytest.raises(RuntimeError, match=f"{node} is no longer in the tree"):
+            call(node)
+
+
 def _foreign(w: World, r: Req) -> None:
     other = RadixCache(2)
     other.insert([1, 2])
