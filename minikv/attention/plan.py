@@ -144,10 +144,11 @@ class AttentionPlan:
         planned = begin.tobytes() + (-(-spans // block)).tobytes()
         if planned == self._planned:  # no request grew by a tile: items whose last ends are open still fit
             return self
-        self._planned = planned
+        self._planned = b""  # until it is there: whoever interrupts this must not leave an old plan that looks new
         self._stage.turn()
         self._fill(self._stage.host.numpy(), begin, spans)
         self._stage.send()
+        self._planned = planned
         return self
 
     def _fill(self, staged: np.ndarray, begin: np.ndarray, spans: np.ndarray) -> None:

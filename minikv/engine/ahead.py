@@ -19,6 +19,7 @@ from torch import Tensor
 
 from minikv.engine.batch import Batch
 from minikv.engine.request import State
+from minikv.engine.undivided import shielded
 
 if TYPE_CHECKING:
     from minikv.engine.llm import LLM
@@ -112,12 +113,12 @@ class Ahead:
                 flight = flight or self._launch()
                 self.flight = self._follow(flight) if more else None
                 batch, tokens = self._landed(flight)
+            if batch.requests:
+                llm.scheduler.process(batch, tokens)
         except BaseException:  # as in LLM._advance
             self.flight = None
             llm.scheduler.rollback()
             raise
-        if batch.requests:
-            llm.scheduler.process(batch, tokens)
         llm._deliver(batch.sampled)
 
     def _launch(self) -> Flight:
@@ -130,6 +131,7 @@ class Ahead:
         batch.token_ids, batch.out_slots = inputs["token_ids"][:n], inputs["out_slots"][:n]
         return Flight(batch, out, inputs, min(r.capacity - r.length for r in batch.requests), self.landing.send(out))
 
+    @shielded()
     def _follow(self, flight: Flight) -> Flight | None:
         """Launch the step after one whose tokens are not known yet; None where that step may change who runs.
 

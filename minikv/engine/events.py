@@ -7,9 +7,11 @@ available, evictable, size), ``retract`` (id), ``finish`` (id, reason, generated
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,17 +42,31 @@ class EventLog:
         self.listeners = list(listeners)
 
     def __call__(self, event: str, **fields: Any) -> None:
+        """Tell everybody. Whoever fails gets no more events and a warning: requests do not suffer for it."""
         record = {"t": time.perf_counter(), "event": event, **fields}
-        for listen in self.listeners:
-            listen(record)
-        if self._file:
-            self._file.write(json.dumps(record) + "\n")
+        for listen in list(self.listeners):
+            try:
+                listen(record)
+            except Exception as e:
+                self.listeners.remove(listen)
+                self._lost(f"the listener {getattr(listen, '__qualname__', listen)}", e)
+        try:
+            if self._file:
+                self._file.write(json.dumps(record) + "\n")
+        except (OSError, ValueError) as e:
+            self._lost("event_log", e)
+            self.close()
+
+    def _lost(self, who: str, why: Exception) -> None:
+        text = f"{who} failed at an event and gets no more of them: {type(why).__name__}: {why}"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def close(self) -> None:
         """Close the file, if there is one."""
-        if self._file:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file:
+            with contextlib.suppress(OSError):  # a full disk, of which a warning told
+                file.close()
 
 
 def read_events(path: str | Path) -> list[dict]:

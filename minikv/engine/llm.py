@@ -15,7 +15,7 @@ from minikv.attention.backend import AttentionBackend
 from minikv.device import pick_device
 from minikv.engine.ahead import Ahead
 from minikv.engine.batch import Batch
-from minikv.engine.build import KV_DTYPES, build_pool, check_room, check_seed, check_sizes, pick_context, pick_runner
+from minikv.engine.build import KV_DTYPES, build_pool, check_options, check_room, check_seed, pick_context, pick_runner
 from minikv.engine.events import EventLog
 from minikv.engine.grammar import Grammars
 from minikv.engine.params import SamplingParams
@@ -25,6 +25,7 @@ from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
 from minikv.engine.stats import Stats
 from minikv.engine.text import TextStream
+from minikv.engine.undivided import shielded
 from minikv.errors import ArgumentError
 from minikv.memory import PagedAllocator, RequestTable
 from minikv.models.fused import fused_for
@@ -96,8 +97,8 @@ class LLM:
         event_log: str | Path | None = None,
         progress: bool = True,
     ) -> None:
-        check_sizes(
-            page_size=page_size, kv_tokens=kv_tokens, kv_memory=kv_memory,
+        page_size, kv_tokens, kv_memory, max_requests, max_context, chunk_tokens = check_options(
+            attention, graphs, page_size=page_size, kv_tokens=kv_tokens, kv_memory=kv_memory,
             max_requests=max_requests, max_context=max_context, chunk_tokens=chunk_tokens,
         )  # fmt: skip
         if speculative is not None:
@@ -166,10 +167,13 @@ class LLM:
             while pending := [r for r in pending if r.state is not State.FINISHED]:
                 self._ahead.advance()
         finally:  # an interrupt leaves nothing behind
-            self._ahead.land()
-            for request in pending:
-                self.abort(request.id)
-            self._deliver([])
+            try:
+                self._ahead.land()
+            finally:
+                with shielded():
+                    for request in pending:
+                        self.abort(request.id)
+                    self._deliver([])
         return [r.output() if isinstance(r, Request) else r for r in results]
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -197,8 +201,9 @@ class LLM:
                 else:
                     self._advance()
         finally:
-            self.abort(request.id)
-            self._deliver([])
+            with shielded():
+                self.abort(request.id)
+                self._deliver([])
 
     # ---- step by step
 
@@ -248,19 +253,19 @@ class LLM:
 
     def _advance(self) -> None:
         """One step: schedule, run the model, sample, record, tell."""
-        batch = self.scheduler.next_batch()
-        if batch is None:
-            return self._deliver([])
         try:
+            batch = self.scheduler.next_batch()
+            if batch is None:
+                return self._deliver([])
             with torch.inference_mode():
                 variant = self._variant(batch)
                 out = self._forward(batch, variant)
                 choose = self.sampler if variant == "logits" else self.sampler.read
                 sampled = choose(out, batch.sampled)
+            self.scheduler.process(batch, sampled.tokens, sampled.logprobs)
         except BaseException:  # an interrupt, or no memory: the requests of this step will run it again
             self.scheduler.rollback()
             raise
-        self.scheduler.process(batch, sampled.tokens, sampled.logprobs)
         self._deliver(batch.sampled)
 
     def _variant(self, batch: Batch) -> str:
@@ -329,13 +334,17 @@ class LLM:
         request.fresh += request.stream.push(new, final=reason is not None)
         return "stop" if request.stream.stopped else reason
 
+    @shielded()
     def _deliver(self, sampled: Sequence[Request]) -> None:
         """Deltas to whoever waits for them: of the requests that got a token, and of those that ended."""
         for request in dict.fromkeys((*(r for r in sampled if r.fresh or r.sink is not None), *self.scheduler.ended)):
             done = request.state is State.FINISHED
             if done:  # aborted or failed: its text was not asked for yet
-                request.fresh += request.stream.push(request.output_ids[request.shown :].tolist(), final=True)
-                request.shown = request.length - request.prompt_len
+                rest, request.shown = request.output_ids[request.shown :].tolist(), request.length - request.prompt_len
+                try:
+                    request.fresh += request.stream.push(rest, final=True)
+                except Exception as e:  # of its tokenizer
+                    request.finish_reason, request.error = "error", f"{type(e).__name__}: {e}"
             if request.sink is not None:
                 new = request.output_ids[request.told :].tolist()
                 request.told += len(new)

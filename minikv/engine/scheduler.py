@@ -18,6 +18,7 @@ import torch
 from minikv.engine.batch import Batch
 from minikv.engine.policy import POLICIES, order, shared_key
 from minikv.engine.request import Request, State
+from minikv.engine.undivided import undivided
 from minikv.errors import ArgumentError, StateError
 
 _now = time.perf_counter
@@ -80,6 +81,7 @@ class Scheduler:
         self._emit = emit or (lambda event, **fields: None)
         self._on_token = on_token or (lambda request, reason: reason)
         self._arrivals = self._admissions = 0
+        self.busy, self.aborts = False, []  # amid a method that is not to be divided; ids to abort after it
         self._before: tuple[Batch, Sequence[int]] | None = None  # the step before and its tokens, if it was a decode
 
     # ---- the queue
@@ -109,6 +111,7 @@ class Scheduler:
             remedy = f"tokens are more than the KV pool of {self.allocator.size}; raise kv_tokens or shorten the prompt"
             raise ArgumentError("prompt", length, remedy)
 
+    @undivided
     def add(self, request: Request) -> None:
         """Put a request into the queue.
 
@@ -127,12 +130,14 @@ class Scheduler:
 
     def abort(self, id: int) -> Request | None:
         """End a request wherever it is; returns it, or None when no unfinished request has this id."""
-        for request in (*self.waiting, *self.prefilling, *self.running):
-            if request.id == id:
-                self.finish(request, "abort")
-                return request
-        return None
+        found = next((r for r in (*self.waiting, *self.prefilling, *self.running) if r.id == id), None)
+        if found is not None and self.busy:  # a listener asks, amid a method of this class: it comes after that
+            self.aborts.append(id)
+        elif found is not None:
+            self.finish(found, "abort")
+        return found
 
+    @undivided
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """End a request: its whole pages go to the prefix cache, all else is given back."""
         self._release(request, State.FINISHED)
@@ -151,6 +156,7 @@ class Scheduler:
 
     # ---- a step
 
+    @undivided
     def next_batch(self) -> Batch | None:
         """What to run now, with rows and slots assigned; None when every request is done."""
         self.ratio = max(LEAST_RATIO, self.ratio - DECAY)
@@ -169,26 +175,31 @@ class Scheduler:
                 self.finish(stuck, "error", "the KV pool has no room: pages or nodes are held outside the engine")
         return None
 
+    @undivided
     def process(self, batch: Batch, tokens: Sequence[int], logprobs: Sequence[Any] | None = None) -> None:
         """Record a step that has run: progress, then the token of each of `batch.sampled` (-1: unusable logits)."""
         now, ended = _now(), []
-        got = [request.id for request in batch.sampled]
+        sampled = zip(batch.sampled, tokens, strict=True)
+        live = [(i, r, t) for i, (r, t) in enumerate(sampled) if r.state is not State.FINISHED]  # not aborted since
         self._before = (batch, tokens) if batch.kind == "decode" else None
         for request, computed in zip(batch.requests, batch.seq_lens.tolist(), strict=True):
             request.computed = computed
-        for i, (request, token) in enumerate(zip(batch.sampled, tokens, strict=True)):
+        for i, request, token in live:
             if token < 0:
                 request.cache = False  # K/V behind broken logits must not be shared
                 ended.append((request, "error", "the model's logits hold no finite maximum (NaN or infinity)"))
-                got.remove(request.id)
                 continue
             if request.timing.first_token is None:
                 request.timing.first_token = now
             if logprobs is not None and request.logprobs is not None:
                 request.logprobs.append(logprobs[i])
-            if reason := self._on_token(request, request.append(token)):
+            try:
+                reason = self._on_token(request, request.append(token))
+            except Exception as e:  # of its grammar or its tokenizer: the others go on
+                reason, request.error = "error", f"{type(e).__name__}: {e}"
+            if reason:
                 ended.append((request, reason, request.error))
-        self._emit_step(batch, got)
+        self._emit_step(batch, [r.id for _, r, token in live if token >= 0])
         if ended or batch.kind == "extend":
             with self.allocator.free_group():
                 self._after_prefill(batch)
@@ -205,6 +216,7 @@ class Scheduler:
                 request.state = State.RUNNING
                 self.running.append(request)
 
+    @undivided
     def rollback(self) -> None:
         """After a step that failed: whoever holds a row waits again; what was computed before goes to the cache."""
         for request in (*self.prefilling, *self.running):
@@ -278,18 +290,13 @@ class Scheduler:
         self._write(rows, prefix_lens, seq_lens, slots)
         spans = list(zip(requests, starts, ends, strict=True))
         whole = [i for i, r in enumerate(requests) if ends[i] == r.length]
+        token_ids = torch.from_numpy(np.concatenate([r.token_ids[a:b] for r, a, b in spans]))
+        positions = torch.from_numpy(np.concatenate([np.arange(a, b) for _, a, b in spans]))
         return Batch(
-            kind="extend",
-            requests=requests,
-            token_ids=torch.from_numpy(np.concatenate([r.token_ids[a:b] for r, a, b in spans])),
-            positions=torch.from_numpy(np.concatenate([np.arange(a, b) for _, a, b in spans])),
-            rows=rows,
-            prefix_lens=prefix_lens,
-            seq_lens=seq_lens,
-            out_slots=slots,
-            sampled=[requests[i] for i in whole],
-            logits_at=ends_at[whole] - 1,
-        )
+            kind="extend", requests=requests, token_ids=token_ids, positions=positions, rows=rows,
+            prefix_lens=prefix_lens, seq_lens=seq_lens, out_slots=slots,
+            sampled=[requests[i] for i in whole], logits_at=ends_at[whole] - 1,
+        )  # fmt: skip
 
     # ---- decode
 
@@ -307,17 +314,9 @@ class Scheduler:
         slots = self.allocator.alloc_decode(seq_lens, last_slots)
         self._write(rows, prefix_lens, seq_lens, slots)
         return Batch(
-            kind="decode",
-            requests=requests,
-            token_ids=torch.tensor(tokens),
-            positions=prefix_lens,
-            rows=rows,
-            prefix_lens=prefix_lens,
-            seq_lens=seq_lens,
-            out_slots=slots,
-            sampled=requests,
-            logits_at=logits_at,
-        )
+            kind="decode", requests=requests, token_ids=torch.tensor(tokens), positions=prefix_lens, rows=rows,
+            prefix_lens=prefix_lens, seq_lens=seq_lens, out_slots=slots, sampled=requests, logits_at=logits_at,
+        )  # fmt: skip
 
     def _make_decode_room(self) -> None:
         """Retract the newest requests until every running one can take its next token."""

@@ -83,6 +83,22 @@ def test_a_plan_is_made_again_only_when_a_request_grew_by_a_tile():
     assert not (plan.update(torch.tensor([701, 129, 1])).items[:, 0] == 99).any()
 
 
+def test_an_interrupted_update_is_made_again(monkeypatch):
+    """Lengths of as many tiles as before would else be taken for planned, and read by the items of an older batch."""
+    pool = torch.zeros(4096, 2, 64)
+    plan = AttentionPlan(4, 4, pool, pool, processors=4).update(torch.tensor([900, 3, 1]))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "_fill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plan.update(torch.tensor([3, 900, 1]))
+    fresh = AttentionPlan(4, 4, pool, pool, processors=4).update(torch.tensor([4, 901, 2]))
+    assert torch.equal(plan.update(torch.tensor([4, 901, 2])).items, fresh.items)
+
+
 def test_update_says_what_it_cannot_plan():
     plan = AttentionPlan(2, 4, POOL, POOL)
     for bad in (
