@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from minikv.device import memory_facts
 from minikv.engine.batch import Batch
+from minikv.engine.params import integer, number
 from minikv.errors import ArgumentError
 from minikv.memory import KVPool, MLAPool, plan_size
 from minikv.models import ModelConfig
@@ -27,36 +28,38 @@ REMEDIES = {
 }
 
 
-def check_sizes(**sizes: Any) -> None:
-    """Raise ArgumentError for sizes that no engine can be built with, before a model is loaded for it."""
+def check_options(attention: Any, graphs: Any, **sizes: Any) -> list[Any]:
+    """Raise ArgumentError for what no engine can be built with, before a model is loaded for it; sizes as numbers."""
+    if not isinstance(attention, str) or attention not in ("auto", "triton", "torch"):
+        raise ArgumentError("attention", attention, "use 'auto', 'triton' or 'torch'")
+    if not isinstance(graphs, bool | np.bool_ | str) or graphs not in (True, False, "auto"):
+        raise ArgumentError("graphs", graphs, "use 'auto', True or False")
     for name, value in sizes.items():
         if value is None and name in ("kv_tokens", "kv_memory", "max_context"):
             continue
-        kinds, end = (int, float) if name == "kv_memory" else int, 257 if name == "page_size" else math.inf
-        if not isinstance(value, kinds) or isinstance(value, bool) or not 1 <= value < end:
+        sizes[name] = size = number(value) if name == "kv_memory" else integer(value)
+        if size is None or not 1 <= size < (257 if name == "page_size" else math.inf):
             raise ArgumentError(name, value, REMEDIES[name])
     if sizes["kv_tokens"] is not None and sizes["kv_memory"] is not None:
         raise ArgumentError("kv_memory", sizes["kv_memory"], "give kv_tokens or kv_memory, not both")
     if sizes["kv_tokens"] is not None and sizes["kv_tokens"] < sizes["page_size"]:
         raise ArgumentError("kv_tokens", sizes["kv_tokens"], f"is less than one page of {sizes['page_size']} tokens")
+    return list(sizes.values())
 
 
 def check_seed(seed: Any) -> int:
     """A seed that PyTorch's generators take, as an int."""
-    try:
-        number = None if isinstance(seed, bool) else operator.index(seed)
-    except TypeError:
-        number = None
-    if number is None or not -(2**63) <= number < 2**64:
+    plain = integer(seed)
+    if plain is None or not -(2**63) <= plain < 2**64:
         raise ArgumentError("seed", seed, "must be an integer of at most 64 bits")
-    return number
+    return plain
 
 
 def check_room(argument: str, value: Any, need: int, device: torch.device) -> None:
     """Raise ArgumentError where `need` bytes are more than what is free: asking for them could end the process."""
     free = memory_facts(device).free
     if need > free:
-        needs = f"needs {need / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free on {device}"
+        needs = f"needs {min(need, 2**99) / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free on {device}"
         raise ArgumentError(argument, value, f"{needs}; lower it")
 
 
@@ -81,9 +84,11 @@ def build_pool(
     memory, and then no more than `most` tokens."""
     per_token = config.kv_bytes_per_token(dtype)
     if kv_tokens is None:
-        kv_tokens = plan_size(
-            None if kv_memory is None else int(kv_memory), bytes_per_token=per_token, page_size=page_size, device=device
-        )
+        try:
+            memory = None if kv_memory is None else int(kv_memory)
+            kv_tokens = plan_size(memory, bytes_per_token=per_token, page_size=page_size, device=device)
+        except ArgumentError as e:
+            raise ArgumentError("kv_memory", e.value, e.remedy) from None
         if kv_memory is None:
             kv_tokens = min(kv_tokens, -(-most // page_size) * page_size)
     name, value = ("kv_tokens", kv_tokens) if kv_memory is None else ("kv_memory", kv_memory)
@@ -114,9 +119,7 @@ def pick_runner(graphs: Any, step: Callable[[Batch], torch.Tensor], **parts: Any
 
     Graphs also choose the tokens, in the variants of :mod:`minikv.graphs.sampling`.
     """
-    if graphs not in ("auto", True, False):
-        raise ArgumentError("graphs", graphs, "use 'auto', True or False")
-    if graphs is False:
+    if not graphs:
         return EagerRunner(step)
     from minikv.graphs import decode_runner
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,11 @@ from minikv.engine.grammar import check_schema
 from minikv.errors import ArgumentError
 
 LARGEST = 1e9  # far above any logit, and far below what fp32 holds, however often it is added
+INTEGERS = {
+    "max_tokens": (0, "must be an integer, 0 or more"), "top_k": (-1, "must be an integer, -1 or more"),
+    "logprobs": (0, "must be None or an integer, 0 or more"), "seed": (-math.inf, "must be an integer or None"),
+    "priority": (-math.inf, "must be an integer; higher stays longer"),
+}  # fmt: skip
 BOUNDS = {
     "temperature": (0, LARGEST), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (1e-6, 1e6),
     "presence_penalty": (-LARGEST, LARGEST), "frequency_penalty": (-LARGEST, LARGEST),
@@ -20,6 +26,9 @@ BOUNDS = {
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling, stopping and caching choices of one request; checked when built.
+
+    Numbers may be NumPy's or PyTorch's scalars, and `stop` and `stop_token_ids` any iterables; kept are Python's
+    numbers, and tuples.
 
     Parameters
     ----------
@@ -63,7 +72,7 @@ class SamplingParams:
     >>> SamplingParams(top_p=1.5)
     Traceback (most recent call last):
     ...
-    minikv.errors.ArgumentError: top_p=1.5: must lie between 0 and 1
+    minikv.errors.ArgumentError: top_p=1.5: must be a number between 0 and 1
     """
 
     max_tokens: int = 16
@@ -88,35 +97,35 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        good = _all(stop, lambda s: isinstance(s, str) and s != "")
-        _check("stop", stop, good, "use a text or a list of non-empty texts")
-        ids = self.stop_token_ids
-        _check("stop_token_ids", ids, _all(ids, _is_int), "use a list of token ids")
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))
-        for name, least in (("max_tokens", 0), ("top_k", -1), ("logprobs", 0)):
-            value = getattr(self, name)
-            ok = (name == "logprobs" and value is None) or (_is_int(value) and int(value) >= least)
-            _check(name, value, ok, f"must be an integer, {least} or more")
-        _check("seed", self.seed, self.seed is None or _is_int(self.seed), "must be an integer or None")
-        object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
-        _check("priority", self.priority, _is_int(self.priority), "must be an integer; higher stays longer")
-        object.__setattr__(self, "priority", int(self.priority))
+        texts = _each(stop, lambda s: s if isinstance(s, str) and s else None)
+        self._keep("stop", texts, "use a text or a list of non-empty texts")
+        self._keep("stop_token_ids", _each(self.stop_token_ids, integer), "use a list of token ids")
+        for name, (least, remedy) in INTEGERS.items():
+            value = integer(getattr(self, name))
+            if getattr(self, name) is not None or name not in ("logprobs", "seed"):
+                self._keep(name, None if value is None or value < least else value, remedy)
         for name, (least, most) in BOUNDS.items():
-            value = getattr(self, name)
-            ok = _is_finite(value) and least <= value <= most
-            _check(name, value, ok, f"must lie between {least:g} and {most:g}")
-        bias = self.logit_bias or {}
-        ok = isinstance(bias, Mapping) and all(
-            _is_int(k) and k >= 0 and _is_finite(v) and abs(v) <= LARGEST for k, v in bias.items()
-        )
-        _check("logit_bias", bias, ok, "use a mapping from token id to a number between -1e9 and 1e9")
+            value = number(getattr(self, name))
+            ok = value is not None and least <= value <= most
+            self._keep(name, value if ok else None, f"must be a number between {least:g} and {most:g}")
+        if self.logit_bias is not None:
+            given = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else [(None, None)]
+            bias = {integer(k): number(v) for k, v in given}
+            ok = all(k is not None and k >= 0 and v is not None and abs(v) <= LARGEST for k, v in bias.items())
+            remedy = "use a mapping from token id to a number between -1e9 and 1e9"
+            self._keep("logit_bias", bias if ok else None, remedy)
         try:
             hash(self.namespace)
         except TypeError:
             raise ArgumentError("namespace", self.namespace, "must be hashable: text, number or tuple") from None
         if self.json_schema is not None:
             check_schema(self.json_schema)
+
+    def _keep(self, name: str, value: Any, remedy: str) -> None:
+        """Replace what was given by what is kept of it; None: it is refused."""
+        if value is None:
+            raise ArgumentError(name, getattr(self, name), remedy)
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -131,24 +140,27 @@ class SamplingParams:
         )
 
 
-def _is_int(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
+def integer(value: Any) -> int | None:
+    """What ``operator.index`` takes, as an int; None for a bool and for what is no integer."""
     try:
-        return math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False
+        return None if isinstance(value, bool) else operator.index(value)
+    except Exception:  # arrays and tensors refuse in ways of their own
+        return None
 
 
-def _all(values: Any, good: Any) -> bool:
+def number(value: Any) -> float | None:
+    """A finite number as a float; None for a bool and for what is no finite number."""
     try:
-        return all(good(v) for v in values)
+        return float(value) if not isinstance(value, bool) and math.isfinite(value) else None
+    except Exception:
+        return None
+
+
+def _each(values: Any, convert: Callable[[Any], Any]) -> tuple | None:
+    """All of an iterable, which may be one that is used up by it; None where it is none, or one of them is refused."""
+    try:
+        items = iter(values)
     except TypeError:
-        return False
-
-
-def _check(name: str, value: object, ok: bool, remedy: str) -> None:
-    if not ok:
-        raise ArgumentError(name, value, remedy)
+        return None
+    made = tuple(map(convert, items))
+    return None if None in made else made

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
 
 from minikv import LLM, Error, SamplingParams
 from minikv.engine import read_events, request_metrics
+from minikv.engine.build import EagerRunner
 from minikv.errors import ArgumentError
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -372,6 +374,9 @@ def test_bad_options_are_named(name, value):
     assert str(value) in str(caught.value) or name in str(caught.value)
 
 
+SIZES = ("page_size", "kv_tokens", "kv_memory", "max_requests", "max_context", "chunk_tokens")
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -379,7 +384,13 @@ def test_bad_options_are_named(name, value):
         ({"kv_tokens": None, "kv_memory": 1e18}, "kv_memory=1e[+]18: needs"),
         ({"kv_tokens": None, "kv_memory": float("nan")}, "kv_memory=nan: must be None or a number of bytes"),
         ({"kv_tokens": None, "kv_memory": float("inf")}, "kv_memory=inf: must be None or a number of bytes"),
+        ({"kv_tokens": None, "kv_memory": 10}, "kv_memory=10: bytes hold no page besides page 0; give at least 6144"),
+        ({"kv_tokens": 10**400}, "kv_tokens=10+[.][.][.]: needs"),
         ({"max_requests": 2**40}, "max_requests=1099511627776: needs"),
+        *(({"attention": a}, "attention=.*: use 'auto', 'triton' or 'torch'") for a in ("foo", None, np.ones(2))),
+        *(({"graphs": g}, "graphs=.*: use 'auto', True or False") for g in (0, 1, 1.0, None, "yes", np.ones(2))),
+        *(({name: bad}, f"{name}=.*: must be") for name in SIZES for bad in (True, "8", np.ones(2), torch.ones(2))),
+        *(({name: 8.0}, f"{name}=8.0: must be") for name in SIZES if name != "kv_memory"),
         *(({"seed": seed}, "seed=.*: must be an integer of at most 64 bits") for seed in ("7", 1.5, None, True, 2**64)),
         ({"event_log": True}, "event_log=True: cannot be appended to"),
         ({"event_log": "no/such/folder/log"}, "event_log='no/such.*No such file or directory.*folder that exists"),
@@ -390,6 +401,20 @@ def test_bad_options_are_named(name, value):
 def test_options_that_no_machine_can_meet_are_named(options, named):
     with pytest.raises(ArgumentError, match=named):
         build(**options)
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_options_may_be_numpys_and_pytorchs_numbers(kind):
+    sizes = {"page_size": 4, "kv_tokens": 64, "max_requests": 2, "max_context": 32, "chunk_tokens": 8, "seed": 3}
+    llm = build(**{name: kind(size) for name, size in sizes.items()}, graphs=np.False_)
+    kept = llm.cache.page_size, llm.allocator.size, llm.table.max_requests, llm.table.max_context, llm.seed
+    assert kept == (4, 64, 2, 32, 3)
+    assert {type(size) for size in kept} == {int}
+    assert isinstance(llm.runner, EagerRunner)
+    assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
+    by_bytes = [build(kv_tokens=None, kv_memory=memory).allocator.size for memory in (kind(1 << 20), 1 << 20)]
+    assert by_bytes[0] == by_bytes[1]
+    idle(llm)
 
 
 def test_sizes_of_the_pool():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 
+import numpy as np
 import pytest
+import torch
 
 from minikv import Error
 from minikv.engine import SamplingParams, grammar
 from minikv.engine.prompts import prompt_ids, split_prompts
+from minikv.errors import ArgumentError
 
 
 def test_defaults_are_the_documented_ones():
@@ -44,6 +48,45 @@ def test_bad_values_are_named(name, value):
     assert isinstance(caught.value, Error)
 
 
+NUMBERS = ("max_tokens", "top_k", "logprobs", "seed", "priority", "temperature", "top_p", "min_p")
+NUMBERS += ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_be_numpys_and_pytorchs_scalars_but_no_arrays(name):
+    plain = type(getattr(SamplingParams(logprobs=0, seed=0), name))
+    for one in (1, np.int8(1), np.array(1), torch.tensor(1)):
+        kept = getattr(SamplingParams(**{name: one}), name)
+        assert (kept, type(kept)) == (1, plain)
+    if plain is float:
+        assert getattr(SamplingParams(**{name: np.float32(0.5)}), name) == 0.5
+    for bad in (True, "1", 1j, np.array([1, 2]), *map(torch.tensor, ([1, 2], [1.0, 2.0], math.nan))):
+        with pytest.raises(ArgumentError, match=f"^{name}="):
+            SamplingParams(**{name: bad})
+
+
+def test_stops_may_be_any_iterables():
+    for ids in (iter([3, 4]), (i for i in (3, 4)), {3: 0, 4: 0}, range(3, 5), np.array([3, 4]), torch.tensor([3, 4])):
+        kept = SamplingParams(stop_token_ids=ids).stop_token_ids
+        assert (kept, {type(i) for i in kept}) == ((3, 4), {int})
+    assert SamplingParams(stop=(s for s in ["a", "b"])).stop == ("a", "b")
+    assert SamplingParams(stop=iter([])).stop == ()
+    for name, bad in (("stop", iter(["a", ""])), ("stop_token_ids", iter([1, 1.5])), ("stop_token_ids", [True])):
+        with pytest.raises(ArgumentError, match=f"^{name}="):
+            SamplingParams(**{name: bad})
+
+
+def test_a_bias_is_copied_as_plain_numbers():
+    given = UserDict({np.int64(3): np.float32(0.5), torch.tensor(4): -1})
+    kept = SamplingParams(logit_bias=given).logit_bias
+    given.clear()
+    assert kept == {3: 0.5, 4: -1.0}
+    assert {(type(k), type(v)) for k, v in kept.items()} == {(int, float)}
+    for bad in (np.array([1, 2]), [], 0, {-1: 0.0}, {True: 0.0}, {1: torch.tensor([1.0, 2.0])}):
+        with pytest.raises(ArgumentError, match=r"^logit_bias="):
+            SamplingParams(logit_bias=bad)
+
+
 def test_prompt_forms():
     chat = [{"role": "user", "content": "hi"}]
     assert split_prompts("a") == ["a"]
@@ -76,8 +119,6 @@ def test_bad_prompts_raise_one_kind_of_error(bad):
 
 
 def test_numpy_seeds_and_odd_priorities() -> None:
-    import numpy as np
-
     assert type(SamplingParams(seed=np.int64(3)).seed) is int
     for bad in (None, "a", 1.5):
         with pytest.raises(Error, match="priority"):
