@@ -103,7 +103,8 @@ def rotate_and_store_torch(
     if k_norm is not None:
         k = torch.nn.functional.rms_norm(k, (d,), k_norm, eps)
     cos, sin = cos[positions][:, None], sin[positions][:, None]
-    store_torch([k_cache, v_cache], slots, [rotate(k, cos, sin), v], [1.0, 1.0])
+    inside = (slots >= 0) & (slots < k_cache.shape[0])
+    store_torch([k_cache, v_cache], slots[inside], [rotate(k, cos, sin)[inside], v[inside]], [1.0, 1.0])
     return rotate(q, cos, sin)
 
 
