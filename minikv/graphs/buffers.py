@@ -84,7 +84,8 @@ class Buffer:
     def _part(self, block: Tensor) -> Tensor:
         part = self._views.get((id(block), -1))
         if part is None:
-            part = block[self.offset : self.offset + self.tensor.shape[0]].view(self.tensor.dtype)
+            with torch.inference_mode(False):  # it outlives the step that first needs it
+                part = block[self.offset : self.offset + self.tensor.shape[0]].view(self.tensor.dtype)
             self._views[id(block), -1] = part
         return part
 
@@ -99,7 +100,8 @@ class Buffer:
             return whole
         part = self._views.get((id(whole), rows))
         if part is None:
-            part = self._views[id(whole), rows] = whole[: rows * self.per_row + self.extra]
+            with torch.inference_mode(False):
+                part = self._views[id(whole), rows] = whole[: rows * self.per_row + self.extra]
         return part
 
     def load(self, value: Any, rows: int) -> None:

@@ -112,6 +112,21 @@ def test_variants_are_graphs_of_their_own(device) -> None:
 
 
 @on_devices
+def test_a_batch_that_ran_eagerly_in_inference_mode_does_not_hinder_a_later_capture(device) -> None:
+    made = staged(4, device, {"x": rule(dtype=torch.float64), "y": rule(dtype=torch.float64, variants=("plus",))})
+    made["z"] = Buffer(torch.zeros(4, device=device), variants=("plus",))
+    r = CudaGraphRunner(
+        lambda inputs, variant: sum(inputs.values(), torch.zeros((), device=device)), made, [2],
+        variants=("greedy", "plus"), later=("plus",), progress=False,
+    )  # fmt: skip
+    with torch.inference_mode():
+        for n in (3, 4, 2, 1):  # the first two are too large for a graph
+            batch = {name: torch.randn(n, dtype=b.tensor.dtype) for name, b in made.items()}
+            torch.testing.assert_close(r(batch, "plus").cpu(), batch["x"] + batch["y"] + batch["z"])
+    assert (r.stats.eager, r.stats.replays, r.stats.captures) == (2, 2, 2)
+
+
+@on_devices
 def test_hidden_states_are_captured_when_first_asked_for(device) -> None:
     modes = []
 
