@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from minikv.graphs.runner import GraphRunner, Hidden
+from minikv.graphs.runner import Counters, GraphRunner, Hidden
 
 ONE_THREAD = 1 << 15
 """Elements per thread below which a generated loop is not shared out: the rows of a decode step are short, and threads
@@ -32,16 +32,13 @@ class CompiledRunner(GraphRunner):
 
     def _begin(self) -> None:
         self._count = len(self.sizes) * len(self.variants)
-        self._compiled: Callable[..., Any] | None = compiled(self.run_step, self._count, self._on_graph)
+        self._compiled: Callable[..., Any] | None = compiled(self.run_step, self._count, self.stats)
 
     def compile_all(self) -> None:
         """Compile every size and variant now, largest first."""
         for size in reversed(self.sizes):
             for variant in self.variants:
                 self(None, variant, size=size)
-
-    def _on_graph(self) -> None:
-        self.stats["captures"] += 1
 
     def _ready(self, variant: str, size: int) -> bool:
         return self._compiled is not None
@@ -70,10 +67,11 @@ class CompiledRunner(GraphRunner):
         raise_recompile_limit(self._count)
 
 
-def compiled(
-    function: Callable[..., Any], graphs: int, on_graph: Callable[[], None] = lambda: None
-) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], graphs: int, stats: Counters | None = None) -> Callable[..., Any]:
     """``torch.compile(function, dynamic=False)`` with room for so many graphs more, and right where Inductor is not.
+
+    Dynamo never forgets a backend, so this one knows nothing of a runner but the `stats` to count captures in: all else
+    goes with the runner. Nor are runners mixed up, as graphs of another backend are never called.
 
     On the CPU Inductor (torch 2.13, pytorch/pytorch#198270) fuses an indexed in-place store with later reads of other
     positions of the same tensor, and computes wrong numbers silently. A graph with such a store is compiled without
@@ -84,7 +82,8 @@ def compiled(
     raise_recompile_limit(graphs)
 
     def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        on_graph()
+        if stats is not None:
+            stats["captures"] += 1
         patches = {"cpp.min_chunk_size": ONE_THREAD} | ({"max_fusion_size": 1} if stores_by_index(graph) else {})
         return compile_fx(graph, inputs, config_patches=patches)
 

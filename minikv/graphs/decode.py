@@ -8,6 +8,7 @@ request table, so the host sends that block and the attention plan (and masks, w
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -163,15 +164,17 @@ class OpaqueAttention:
     """An attention backend behind one operation that ``torch.compile`` does not look into."""
 
     def __init__(self, backend: AttentionBackend, options: list[LayerAttention]) -> None:
-        self.backend, self.options, self.number = backend, options, next(_numbers)
-        _backends[self.number] = self
+        self.backend, self.options = backend, options
+        with _numbering:  # the least free number: an engine built anew has its predecessor's, and finds its code cached
+            self.number = next(n for n in itertools.count() if n not in _backends)
+            _backends[self.number] = self
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: LayerAttention) -> Tensor:
         """As ``AttentionBackend.forward``; the options are those that the layer had when this was made."""
         return torch.ops.minikv.attend(q, k, v, self.number, layer)
 
 
-_numbers = itertools.count()
+_numbering = threading.Lock()
 _backends: WeakValueDictionary[int, OpaqueAttention] = WeakValueDictionary()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +13,7 @@ from torch._inductor import compile_fx as inductor
 from torch._inductor.exc import InductorError
 from worlds import double, runner_of
 
+from minikv import LLM, SamplingParams
 from minikv.graphs import Buffer, CompiledRunner, Hidden, Padding
 from minikv.graphs.compiled import stores_by_index
 
@@ -90,6 +93,26 @@ def test_runners_of_one_step_keep_to_their_own_modules(no_inductor) -> None:
     runners = {factor: run(factor) for factor in (2, 3)}
     for factor, r in (*runners.items(), *runners.items()):  # modules are not compared before each call
         assert torch.equal(r({"x": torch.ones(2, 3)}), torch.full((2, 3), float(factor)))
+
+
+def test_an_engine_that_is_dropped_takes_what_was_compiled_with_it() -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    options = {"graphs": True, "kv_tokens": 64, "page_size": 4, "max_requests": 1, "progress": False}
+    stays, goes = (LLM("tiny", device="cpu", **options) for _ in range(2))
+    want = [llm.generate([[1, 2, 3]], params)[0].token_ids for llm in (stays, goes)]
+    assert want[0] == want[1]
+    assert goes.runner.stats.captures == 1
+    weight, runner, number = next(goes.decoder.parameters()), goes.runner, goes.runner.step.opaque.number
+    parts = [goes.pool, goes.pool.k(0), goes.decoder, weight, runner, runner.step, runner._compiled]
+    held = [weakref.ref(part) for part in parts]
+    del goes, weight, runner, parts
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
+    assert stays.generate([[1, 2, 3]], params)[0].token_ids == want[0]
+    again = LLM("tiny", device="cpu", **options)
+    assert again.generate([[1, 2, 3]], params)[0].token_ids == want[0]
+    assert again.runner.step.opaque.number <= number  # a number is part of the code that is cached
+    assert (stays.runner.stats.captures, stays.runner.stats.replays, stays.runner.stats.eager) == (1, 4, 0)
 
 
 def test_padding_and_outputs_as_in_a_graph(no_inductor) -> None:
