@@ -17,6 +17,7 @@ from minikv.memory import KVPool, MLAPool, plan_size
 from minikv.models import ModelConfig
 from minikv.models.load import DTYPES
 
+CPU_POOL = 2 << 30  # bytes that a pool on a CPU takes at most, unless asked for more: it is zeroed, so really taken
 KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
 REMEDIES = {
     "page_size": "must be an integer between 1 and 256",
@@ -80,8 +81,8 @@ def build_pool(
     kv_memory: float | None,
     most: int,
 ) -> tuple[KVPool | MLAPool, int]:
-    """The KV pool and its size in tokens: `kv_tokens`, or what `kv_memory` bytes hold, or a modest share of the free
-    memory, and then no more than `most` tokens."""
+    """The KV pool and its size in tokens: `kv_tokens`, or what `kv_memory` bytes hold, or a quarter of the free
+    memory, and then no more than `most` tokens, nor 2 GiB on a CPU."""
     per_token = config.kv_bytes_per_token(dtype)
     if kv_tokens is None:
         try:
@@ -90,6 +91,7 @@ def build_pool(
         except ArgumentError as e:
             raise ArgumentError("kv_memory", e.value, e.remedy) from None
         if kv_memory is None:
+            most = min(most, CPU_POOL // per_token) if device.type == "cpu" else most
             kv_tokens = min(kv_tokens, -(-most // page_size) * page_size)
     name, value = ("kv_tokens", kv_tokens) if kv_memory is None else ("kv_memory", kv_memory)
     check_room(name, value, (kv_tokens + page_size) * per_token, device)

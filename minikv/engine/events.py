@@ -80,7 +80,6 @@ class RequestMetrics(Moments):
     """One request, as its events tell it; times in seconds, None where the moment never came."""
 
     prompt_tokens: int = 0
-    last_token: float | None = None
     reason: str | None = None
     cached_tokens: int = 0
     computed_tokens: int = 0
@@ -89,14 +88,12 @@ class RequestMetrics(Moments):
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Mean time between tokens after the first."""
-        if self.generated_tokens < 2 or self.first_token is None or self.last_token is None:
-            return None
-        return (self.last_token - self.first_token) / (self.generated_tokens - 1)
+        """Mean seconds between tokens; None with fewer than two."""
+        return self.per_token(self.generated_tokens)
 
 
 def request_metrics(events: Iterable[dict]) -> dict[int, RequestMetrics]:
-    """Everything about each request, from the events alone.
+    """Everything about each request, from the events of one engine alone (another one's ids begin at 1 again).
 
     Examples
     --------

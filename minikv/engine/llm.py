@@ -1,4 +1,4 @@
-"""The engine: prompts in, text out. The loop is :meth:`LLM._advance`; `ahead.py` overlaps its steps."""
+"""The engine: prompts in, text out. The loop is :meth:`LLM._advance`; for `generate`, `ahead.py` overlaps its steps."""
 
 from __future__ import annotations
 
@@ -44,23 +44,29 @@ class LLM:
         "auto" takes CUDA where there is one, and bf16 (sm80 and newer), fp16 (older GPUs) or fp32 (CPU); the pool's
         dtype follows the model's, or "fp8".
     page_size, kv_tokens, kv_memory
-        Tokens per page; size of the KV pool in tokens, or in bytes (None: a modest share of free memory).
+        Tokens per page; size of the KV pool in tokens, or in bytes (both None: a quarter of the free memory, on a CPU
+        at most 2 GiB, and no more than `max_requests` of the longest context need).
     max_requests, max_context, chunk_tokens
-        Most requests that run at once; longest prompt plus output (None: the model's); most tokens of one extend step.
+        Most requests that run at once; most tokens of a request that have K/V (None: the model's; the last token of an
+        output needs none); most tokens of one extend step.
     policy, mixed
-        Order of admission: "fcfs", "lpm" or "dfs-weight"; whether extend steps decode the running requests too.
+        Order of admission: "fcfs", "lpm" (longest prefix match) or "dfs-weight" (the heaviest branch of the prefix tree
+        first); whether extend steps decode the running requests, too, whose tokens then count for `chunk_tokens`.
     eviction, prefix_cache
-        What leaves the prefix cache first; False shares nothing.
+        What leaves the prefix cache first: "lru", "lfu", "fifo", "mru", "filo" or "priority"; False shares nothing.
     graphs
-        Decode through captured graphs: "auto" (where it pays), True or False.
+        True decodes through captured graphs on CUDA, and through ``torch.compile`` on a CPU, which takes half a minute
+        at first and seconds whenever a new batch size or way of sampling comes; "auto" does so on CUDA only.
     attention, deterministic
-        Attention kernels ("auto", "torch", "triton"); results that do not depend on the batch.
+        Attention kernels ("auto", "torch", "triton"); with Triton's, attention that does not depend on the batch, to
+        the bit (matrix products still choose their own way by batch size, and may round otherwise).
     speculative
         Not there yet; must be None.
     seed
         Random weights of "tiny", and requests that bring no seed.
     event_log
-        A file that gets one line of JSON per event (see :mod:`minikv.engine.events`).
+        A file to which one line of JSON per event is appended (see :mod:`minikv.engine.events`): one for each engine,
+        whose requests are numbered from 1.
 
     Examples
     --------

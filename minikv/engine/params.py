@@ -55,8 +55,8 @@ class SamplingParams:
         A JSON schema, as a dict or as JSON text: the output is JSON that fits it, written as ``json.dumps`` does, and
         ends with it. (Cut short by `max_tokens`, it is a beginning of such JSON.) Needs the package llguidance.
     priority, cache, namespace
-        Eviction priority of what this request caches; whether it shares KV through the prefix cache at all; and with
-        whom: equal tokens under different namespaces (any hashable) never share.
+        Priority of what this request caches, for an engine with ``eviction="priority"``; whether it shares KV through
+        the prefix cache at all; and with whom: equal tokens under different namespaces (any hashable) never share.
 
     Raises
     ------

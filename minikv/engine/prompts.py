@@ -9,6 +9,7 @@ import numpy as np
 
 from minikv.errors import ArgumentError, Error
 
+REMEDY = "use a text, a list of token ids, or a list of chat messages (dicts with role and content)"
 BYTES = (bytes, bytearray, memoryview)  # neither a text nor ids: which of the two is meant?
 
 
@@ -54,9 +55,11 @@ def prompt_ids(prompt: Any, tokenizer: Encodes, vocab_size: int) -> np.ndarray:
             ids = tokenizer.chat(list(prompt))
         else:
             as_list = getattr(prompt, "tolist", None)  # arrays and tensors
+            if as_list is None and not hasattr(prompt, "__iter__"):
+                raise ArgumentError("prompt", prompt, REMEDY)
             ids = list(prompt) if as_list is None else as_list()
             if isinstance(prompt, (Mapping, *BYTES)) or not all(map(_is_id, ids)):
-                raise ArgumentError("prompt", prompt, "use a text, a list of token ids, or a list of chat messages")
+                raise ArgumentError("prompt", prompt, REMEDY)
         array = np.array(ids, dtype=np.int64)
     except Error:
         raise

@@ -31,6 +31,7 @@ class Moments:
     queued: float
     admitted: float | None = None
     first_token: float | None = None
+    last_token: float | None = None
     finished: float | None = None
 
     @property
@@ -43,6 +44,12 @@ class Moments:
         """Seconds from `add` to the first token."""
         return None if self.first_token is None else self.first_token - self.queued
 
+    def per_token(self, tokens: int) -> float | None:
+        """Mean seconds between `tokens` tokens; None with fewer than two."""
+        if tokens < 2 or self.first_token is None or self.last_token is None:
+            return None
+        return (self.last_token - self.first_token) / (tokens - 1)
+
 
 @dataclass
 class Timing(Moments):
@@ -53,10 +60,8 @@ class Timing(Moments):
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Mean seconds between tokens after the first; None with fewer than two tokens."""
-        if self.first_token is None or self.finished is None or self.tokens < 2:
-            return None
-        return (self.finished - self.first_token) / (self.tokens - 1)
+        """Mean seconds between tokens; None with fewer than two."""
+        return self.per_token(self.tokens)
 
 
 @dataclass(frozen=True)

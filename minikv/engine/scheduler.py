@@ -189,8 +189,8 @@ class Scheduler:
                 request.cache = False  # K/V behind broken logits must not be shared
                 ended.append((request, "error", "the model's logits hold no finite maximum (NaN or infinity)"))
                 continue
-            if request.timing.first_token is None:
-                request.timing.first_token = now
+            timing = request.timing
+            timing.first_token, timing.last_token = timing.first_token or now, now
             if logprobs is not None and request.logprobs is not None:
                 request.logprobs.append(logprobs[i])
             try:

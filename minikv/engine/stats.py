@@ -119,7 +119,9 @@ class Stats:
             from prometheus_client import CollectorRegistry, generate_latest
             from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
         except ImportError as e:
-            raise StateError("llm.stats().prometheus() needs prometheus_client: pip install 'minikv[metrics]'") from e
+            raise StateError(
+                "llm.stats().prometheus() needs prometheus_client: pip install -c constraints.txt -e '.[metrics]'"
+            ) from e
         ended = CounterMetricFamily("minikv_requests", "Requests that ended, by reason", labels=["reason"])
         for reason, n in self.requests.items():
             ended.add_metric([reason], n)

@@ -1,4 +1,4 @@
-"""From logits to tokens, all rows at once, in fp32: plain tensor code that a graph can hold and the engine can call.
+"""From logits to tokens, all rows at once, in fp32: tensor code that a graph can hold and the engine can call.
 
 Order: grammar mask, temperature, top-k, top-p, min-p. Nothing here is random and nothing is read on the host. A draw
 inverts the cumulative distribution at one uniform number per row, which the caller draws beforehand, so a token depends

@@ -37,7 +37,9 @@ def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "c
     try:
         import transformers
     except ImportError as e:
-        raise StateError("bench decode_cpu compares with transformers: pip install 'minikv[bench]'") from e
+        raise StateError(
+            "bench decode_cpu compares with transformers: pip install -c constraints.txt -e '.[bench]'"
+        ) from e
     from minikv.engine import LLM, SamplingParams
     from minikv.measure.limits import copy_bandwidth
     from minikv.measure.table import table

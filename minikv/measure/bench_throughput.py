@@ -101,7 +101,7 @@ def _measured(load: Load, kind: str) -> Iterator[dict[str, Any]]:
     try:
         model = transformers_model(decoder)
     except ImportError:
-        print("transformers is not installed here (pip install 'minikv[bench]'): only minikv was measured")
+        print("only minikv was measured; for transformers: pip install -c constraints.txt -e '.[bench]'")
         return
     given, asked = [prompt.tolist() for prompt in prompts], lengths[:, 1]
     paths = {"static batch": (_static, load.static_batch), "continuous batching": (_continuous, load.requests)}

@@ -1,4 +1,4 @@
-"""A decode step in few kernels: the same decoder, its layers as seven launches for one row, nine or more for several.
+"""A decode step in few kernels: the same decoder, its layers as seven launches for one row, eight or nine for a few.
 
 Between two reads of weights nothing is launched that could be part of the one before or after it. The results are the
 plain decoder's but for the order of additions: each fused kernel rounds where its parts would. Eager and captured steps

@@ -96,7 +96,8 @@ def whole(product: Tensor, dtype: torch.dtype) -> Tensor:
 def tiles_of(rows: int, n: int, gated: bool, item_bytes: int, capability: tuple[int, int]) -> ProductTiles:
     """Block sizes for n outputs (pairs when `gated`), for numbers of `item_bytes`.
 
-    How a sum is cut follows from n alone: a row's result must not depend on how many others there are.
+    How a sum is cut into parts follows from n alone: a row's result must not depend on how many others there are.
+    (Tensor cores add up 16 inputs at a time, in order, whatever the block.)
     """
     parts = 1 if gated or n >= 16384 else 2 if n >= 2048 else 4
     if item_bytes == 4:  # without tensor cores a dot lives in registers

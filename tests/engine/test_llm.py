@@ -482,3 +482,10 @@ def test_prometheus_text(llm):
     assert (ends["length"], ends["refused"]) == (1, 1)
     ttft = {s.name: s.value for s in families["minikv_ttft_seconds"].samples if not s.labels}
     assert ttft["minikv_ttft_seconds_count"] == 1
+
+
+def test_a_pool_on_a_cpu_is_modest_unless_asked_for(monkeypatch) -> None:
+    monkeypatch.setattr("minikv.engine.build.CPU_POOL", 1 << 20)
+    llm = LLM("tiny", device="cpu", progress=False)
+    assert 0 < llm.allocator.size * llm.pool.bytes_per_token <= (1 << 20) + 16 * llm.pool.bytes_per_token
+    assert LLM("tiny", device="cpu", kv_tokens=4096, progress=False).allocator.size == 4096

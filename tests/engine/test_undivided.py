@@ -216,3 +216,16 @@ def test_a_listener_or_a_disk_that_fails_costs_no_request(want, tmp_path) -> Non
         assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
     llm.events.close()
     idle(llm)
+
+
+def test_an_abort_does_not_count_as_a_token() -> None:
+    llm = engine()
+    id = llm.add([1, 2, 3], PARAMS)
+    for _ in range(5):
+        llm.step()
+    timing = llm.scheduler.running[0].timing
+    between = timing.time_per_output_token
+    llm.abort(id)
+    llm.step()
+    assert timing.finished > timing.last_token > timing.first_token  # type: ignore[operator]
+    assert timing.time_per_output_token == between == (timing.last_token - timing.first_token) / 4
