@@ -129,7 +129,6 @@ class LLM:
             self.pool, self.table, page_size=page_size, q_heads=config.q_heads,
             backend=attention, deterministic=deterministic, max_requests=max_requests,
         )  # fmt: skip
-        self._fused = fused_for(self.decoder, self.attention)
         self.scheduler = Scheduler(
             self.cache, self.allocator, self.table,
             max_requests=max_requests, chunk_tokens=chunk_tokens, policy=policy, mixed=mixed,
@@ -140,8 +139,14 @@ class LLM:
             graphs, self._decode_step, decoder=self.decoder, attention=self.attention, max_requests=max_requests,
             progress=progress,
         )  # fmt: skip
+        self._fused = None if hasattr(self.runner, "step") else fused_for(self.decoder, self.attention)  # or its own
         self._ahead, self._ids = Ahead(self, max_requests), itertools.count(1)
         self._news: deque[Delta] = deque()  # for step(): deltas of requests that add() took
+
+    def __repr__(self) -> str:
+        now = self.scheduler
+        running, waiting = len(now.running) + len(now.prefilling), len(now.waiting)
+        return f"LLM({self.config.architecture}, {running} requests running, {waiting} waiting, {self.allocator})"
 
     # ---- whole prompts
 
@@ -164,7 +169,9 @@ class LLM:
         given = SamplingParams() if params is None else params
         each: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given] * len(prompts)
         if len(each) != len(prompts) or not all(isinstance(p, SamplingParams) for p in each):
-            raise ArgumentError("params", params, f"give one SamplingParams, or {len(prompts)} (one per prompt)")
+            raise ArgumentError(
+                "params", params, f"give one SamplingParams, or a list of {len(prompts)}, one per prompt"
+            )
         results = [self._try_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         pending = [r for r in results if isinstance(r, Request)]
         try:
