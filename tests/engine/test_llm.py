@@ -489,3 +489,11 @@ def test_a_pool_on_a_cpu_is_modest_unless_asked_for(monkeypatch) -> None:
     llm = LLM("tiny", device="cpu", progress=False)
     assert 0 < llm.allocator.size * llm.pool.bytes_per_token <= (1 << 20) + 16 * llm.pool.bytes_per_token
     assert LLM("tiny", device="cpu", kv_tokens=4096, progress=False).allocator.size == 4096
+
+
+def test_an_engine_says_what_it_does() -> None:
+    llm = LLM("tiny", device="cpu", kv_tokens=64, page_size=4, progress=False)
+    llm.add([1, 2, 3], SamplingParams(max_tokens=4))
+    assert repr(llm).startswith("LLM(llama, 0 requests running, 1 waiting, PagedAllocator(16 pages of 4 on cpu: 16 free")
+    llm.step()
+    assert "1 requests running, 0 waiting" in repr(llm)

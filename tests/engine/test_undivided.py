@@ -1,4 +1,4 @@
-"""Ctrl-C, callbacks and tokenizers that fail, at any moment: nothing is lost, the others go on, and the engine can go on."""
+"""Ctrl-C, callbacks and tokenizers that fail, at any moment: nothing is lost, and the others go on."""
 
 from __future__ import annotations
 
