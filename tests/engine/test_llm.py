@@ -494,6 +494,6 @@ def test_a_pool_on_a_cpu_is_modest_unless_asked_for(monkeypatch) -> None:
 def test_an_engine_says_what_it_does() -> None:
     llm = LLM("tiny", device="cpu", kv_tokens=64, page_size=4, progress=False)
     llm.add([1, 2, 3], SamplingParams(max_tokens=4))
-    assert repr(llm).startswith("LLM(llama, 0 requests running, 1 waiting, PagedAllocator(16 pages of 4 on cpu: 16 free")
+    assert repr(llm).startswith("LLM(llama, 0 requests running, 1 waiting, PagedAllocator(16 pages of 4 on cpu")
     llm.step()
     assert "1 requests running, 0 waiting" in repr(llm)
