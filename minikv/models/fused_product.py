@@ -36,7 +36,7 @@ class ProductTiles:
 def multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, tiles: ProductTiles | None = None
 ) -> Tensor:
-    """``act(x @ weight.T + bias)``, perhaps in parts that are still to be added up; see :func:`whole`.
+    """``act(x @ weight.T + bias)``, perhaps in parts that are still to be added up; see :func:`add_parts`.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def multiply_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gat
     return F.silu(gate) * up
 
 
-def whole(product: Tensor, dtype: torch.dtype) -> Tensor:
+def add_parts(product: Tensor, dtype: torch.dtype) -> Tensor:
     """What kernels that read a product in parts do first: [rows, n] in `dtype`."""
     return product if product.dim() == 2 else product.sum(0).to(dtype)
 

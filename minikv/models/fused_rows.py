@@ -9,7 +9,7 @@ from torch import Tensor
 from minikv._triton import tl, triton
 from minikv.device import refuse_interpreted_bf16
 from minikv.models.fused_linear import launch
-from minikv.models.fused_product import sum_of_parts, whole
+from minikv.models.fused_product import add_parts, sum_of_parts
 
 
 def add_norm(
@@ -44,7 +44,7 @@ def add_norm(
 
 def add_norm_torch(x: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """:func:`add_norm` with PyTorch operations."""
-    total = x if delta is None else x + whole(delta, x.dtype)
+    total = x if delta is None else x + add_parts(delta, x.dtype)
     return F.rms_norm(total, norm.shape, norm, eps), total
 
 

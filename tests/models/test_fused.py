@@ -16,7 +16,7 @@ from minikv.models import ModelConfig, random_model
 from minikv.models.fused import FusedDecoder, fused_for
 from minikv.models.fused_heads import rotate_and_store, rotate_and_store_torch
 from minikv.models.fused_linear import LinearTiles, project, project_torch
-from minikv.models.fused_product import ProductTiles, multiply, multiply_torch, whole
+from minikv.models.fused_product import ProductTiles, add_parts, multiply, multiply_torch
 from minikv.models.fused_rows import add_norm, add_norm_torch, silu_mul, silu_mul_torch
 
 CUDA = torch.cuda.is_available()
@@ -94,15 +94,15 @@ def test_a_few_rows_times_a_matrix(device, dtype, rows, n, k, options, tiles) ->
     bias = torch.randn(n).to(device, dtype) if "bias" in options else None
     got = multiply(x, w, bias, gated=gated, tiles=None if tiles is None else ProductTiles(*tiles))
     want = multiply_torch(x.double(), w.double(), wide(bias), gated=gated)
-    same(whole(got, dtype), multiply_torch(x, w, bias, gated=gated), want)
+    same(add_parts(got, dtype), multiply_torch(x, w, bias, gated=gated), want)
 
 
 def test_a_row_does_not_depend_on_the_others(device, dtype) -> None:
     x, w = (torch.randn(*s).to(device, dtype) for s in ((32, 96), (40, 96)))
     for gated in (False, True):
-        all_rows = whole(multiply(x, w, gated=gated), dtype)
+        all_rows = add_parts(multiply(x, w, gated=gated), dtype)
         for rows in (2, 5, 13, 18):
-            assert torch.equal(whole(multiply(x[:rows], w, gated=gated), dtype), all_rows[:rows])
+            assert torch.equal(add_parts(multiply(x[:rows], w, gated=gated), dtype), all_rows[:rows])
 
 
 @pytest.mark.gpu
@@ -114,7 +114,9 @@ def test_a_row_does_not_depend_on_the_others_at_full_size(n, k, gated) -> None:
     w = torch.randn(2 * n if gated else n, k, device="cuda", dtype=torch.bfloat16) / k**0.5
     all_rows = multiply(x, w, gated=gated)
     same(
-        whole(all_rows, x.dtype), multiply_torch(x, w, gated=gated), multiply_torch(x.double(), w.double(), gated=gated)
+        add_parts(all_rows, x.dtype),
+        multiply_torch(x, w, gated=gated),
+        multiply_torch(x.double(), w.double(), gated=gated),
     )
     for rows in (2, 3, 8, 9, 16, 17, 31):
         assert torch.equal(multiply(x[:rows], w, gated=gated), all_rows[..., :rows, :])
@@ -134,13 +136,13 @@ def test_sum_and_norm(device, dtype, rows, k, with_sum) -> None:
 def test_products_in_parts_are_added_up_where_they_are_read(device, dtype, parts) -> None:
     x, delta, norm = torch.randn(5, 48), torch.randn(parts, 5, 48), torch.rand(48) + 0.5
     x, delta, norm = x.to(device, dtype), delta.to(device), norm.to(device, dtype)
-    for got, want in zip(add_norm(x, delta, norm, 1e-5), add_norm(x, whole(delta, dtype), norm, 1e-5), strict=True):
+    for got, want in zip(add_norm(x, delta, norm, 1e-5), add_norm(x, add_parts(delta, dtype), norm, 1e-5), strict=True):
         assert torch.equal(got, want)
     cos, sin = torch.randn(2, 9, 8).to(device, dtype)
     where = torch.tensor([8, 0, 3, 3, 1], device=device), torch.tensor([5, 1, 4, 2, 3], device=device)
     pools = [torch.zeros(7, 1, 16, device=device, dtype=dtype) for _ in range(4)]
     got = rotate_and_store(delta, cos, sin, *where, *pools[:2])
-    assert torch.equal(got, rotate_and_store(whole(delta, dtype), cos, sin, *where, *pools[2:]))
+    assert torch.equal(got, rotate_and_store(add_parts(delta, dtype), cos, sin, *where, *pools[2:]))
     assert torch.equal(pools[0], pools[2])
     assert torch.equal(pools[1], pools[3])
 
