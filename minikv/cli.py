@@ -24,19 +24,40 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="minikv", description="How an LLM server's KV cache works, by running it.")
+    parser = argparse.ArgumentParser(
+        prog="minikv", description="How an LLM server's KV cache works, by running it."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("doctor", help="what this machine has, and the command that repairs each lack")
-    tour = commands.add_parser("tour", help="run the notebooks and write them as HTML pages with an index")
+    commands.add_parser(
+        "doctor", help="what this machine has, and the command that repairs each lack"
+    )
+    tour = commands.add_parser(
+        "tour", help="run the notebooks and write them as HTML pages with an index"
+    )
     tour.add_argument("--only", metavar="00,04", help="numbers of the notebooks (default: all)")
-    tour.add_argument("--out", metavar="DIR", default="minikv-tour", help="folder for the pages (default: %(default)s)")
-    commands.add_parser("lab", help="open JupyterLab on the notebooks; further arguments go to jupyter lab")
-    bench = commands.add_parser("bench", help="measure this machine: our pieces beside peers and the physical limit")
-    bench.add_argument("names", nargs="*", metavar="NAME", help="what to measure (default: list the names)")
-    bench.add_argument("--out", metavar="DIR", default=None, help="folder for JSON results (default: print only)")
+    tour.add_argument(
+        "--out",
+        metavar="DIR",
+        default="minikv-tour",
+        help="folder for the pages (default: %(default)s)",
+    )
+    commands.add_parser(
+        "lab", help="open JupyterLab on the notebooks; further arguments go to jupyter lab"
+    )
+    bench = commands.add_parser(
+        "bench", help="measure this machine: our pieces beside peers and the physical limit"
+    )
+    bench.add_argument(
+        "names", nargs="*", metavar="NAME", help="what to measure (default: list the names)"
+    )
+    bench.add_argument(
+        "--out", metavar="DIR", default=None, help="folder for JSON results (default: print only)"
+    )
     bench.add_argument("--quick", action="store_true", help="fewer repetitions and smaller sizes")
     bench.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    check = commands.add_parser("check", help="grade the exercises of a notebook in a fresh process")
+    check = commands.add_parser(
+        "check", help="grade the exercises of a notebook in a fresh process"
+    )
     check.add_argument("notebook", metavar="NOTEBOOK", help="path of the .ipynb file")
     check.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     model = commands.add_parser("model", help="the SmolLM2-135M model file")
@@ -79,7 +100,7 @@ def _check(options: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _model(options: argparse.Namespace, rest: list[str]) -> int:
-    from minikv.models.download import model_path, model_status
+    from minikv.models.files.download import model_path, model_status
 
     if options.action == "status":
         print(model_status())
@@ -88,7 +109,14 @@ def _model(options: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-_COMMANDS = {"doctor": _doctor, "tour": _tour, "lab": _lab, "bench": _bench, "check": _check, "model": _model}
+_COMMANDS = {
+    "doctor": _doctor,
+    "tour": _tour,
+    "lab": _lab,
+    "bench": _bench,
+    "check": _check,
+    "model": _model,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

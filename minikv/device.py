@@ -1,7 +1,8 @@
 """Which device and tier this process runs on, synchronising, memory facts, and ``doctor()``.
 
-Three tiers, best first: ``cuda`` (compiled Triton kernels), ``interpreter`` (Triton's interpreter on the CPU) and
-``torch`` (no Triton at all). On a CPU the fast path is PyTorch; interpreted kernels run only where asked by name.
+Three tiers, best first: ``cuda`` (compiled Triton kernels), ``interpreter`` (Triton's interpreter
+on the CPU) and ``torch`` (no Triton at all). On a CPU the fast path is PyTorch; interpreted kernels
+run only where asked by name.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def pick_device(device: torch.device | str = "auto") -> torch.device:
     except (RuntimeError, TypeError) as e:
         raise ArgumentError("device", device, "use 'auto', 'cpu' or 'cuda'") from e
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("device", device, "this machine has no usable CUDA device; use 'cpu' or 'auto'")
+        raise ArgumentError(
+            "device", device, "this machine has no usable CUDA device; use 'cpu' or 'auto'"
+        )
     if chosen.type not in ("cpu", "cuda"):
         raise ArgumentError("device", device, "minikv runs on 'cpu' and 'cuda'")
     return chosen
@@ -72,7 +75,8 @@ def use_triton(choice: str, device: torch.device | str) -> bool:
     ArgumentError
         For another word.
     StateError
-        For ``"triton"`` where Triton is not installed, or on CPU tensors in a process that compiles for CUDA.
+        For ``"triton"`` where Triton is not installed, or on CPU tensors in a process that compiles
+        for CUDA.
     """
     if choice not in ("auto", "triton", "torch"):
         raise ArgumentError("backend", choice, "use 'auto', 'triton' or 'torch'")
@@ -80,9 +84,11 @@ def use_triton(choice: str, device: torch.device | str) -> bool:
     if choice == "torch" or (choice == "auto" and not (on_cuda and have_triton())):
         return False
     if not have_triton():
-        raise StateError("backend='triton': Triton is not installed; use 'torch', or on Linux: pip install triton")
+        raise StateError(
+            "backend='triton': Triton is not installed; use 'torch', or on Linux: pip install triton"
+        )
     if not on_cuda:
-        from minikv._triton import INTERPRETED
+        from minikv.kernels.triton import INTERPRETED
 
         if not INTERPRETED:
             raise StateError(
@@ -95,7 +101,8 @@ def use_triton(choice: str, device: torch.device | str) -> bool:
 def refuse_interpreted_bf16(**tensors: torch.Tensor | None) -> None:
     """Raise for bfloat16 CPU tensors on their way to an interpreted kernel.
 
-    The interpreter keeps bf16 as raw 16-bit integers, so a dot multiplies bit patterns and is wrong without any error.
+    The interpreter keeps bf16 as raw 16-bit integers, so a dot multiplies bit patterns and is wrong
+    without any error.
     """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu":
@@ -129,7 +136,8 @@ def memory_facts(device: torch.device | str) -> MemoryFacts:
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:
-    """The dtype that ``dtype="auto"`` means: bf16 on sm80 and newer, fp16 on older GPUs, fp32 on the CPU."""
+    """The dtype that ``dtype="auto"`` means: bf16 on sm80 and newer, fp16 on older GPUs, fp32 on
+    the CPU."""
     if torch.device(device).type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

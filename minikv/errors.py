@@ -1,4 +1,5 @@
-"""Every error minikv raises on purpose: one base class, and messages that name the thing, its value and the remedy."""
+"""Every error minikv raises on purpose: one base class, and messages that name the thing, its value
+and the remedy."""
 
 from __future__ import annotations
 
@@ -39,4 +40,5 @@ class ArgumentError(Error, ValueError):
 
 
 class StateError(Error, RuntimeError):
-    """An operation that the present state, machine or installation does not allow; the message names the remedy."""
+    """An operation that the present state, machine or installation does not allow; the message
+    names the remedy."""

@@ -1,4 +1,5 @@
-"""What ``minikv doctor`` prints: this machine's devices, versions and files, and the command that repairs each lack."""
+"""What ``minikv doctor`` prints: this machine's devices, versions and files, and the command that
+repairs each lack."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Lack:
 class Report:
     """The facts of one machine.
 
-    ``facts`` maps a name to what was found, in the order printed; ``lacks`` is empty on a complete installation.
+    ``facts`` maps a name to what was found, in the order printed; ``lacks`` is empty on a complete
+    installation.
     """
 
     tier: str
@@ -51,7 +53,8 @@ class Report:
 
 
 def dot_program() -> str | None:
-    """Path of a Graphviz program: a system ``dot``, else the one that the wheel ``graphviz-pure`` brings, else None."""
+    """Path of a Graphviz program: a system ``dot``, else the one that the wheel ``graphviz-pure``
+    brings, else None."""
     beside_python = shutil.which("graphviz-pure", path=os.fspath(Path(sys.executable).parent))
     return shutil.which("dot") or shutil.which("graphviz-pure") or beside_python
 
@@ -71,11 +74,15 @@ def examine() -> Report:
     """Look at this machine; nothing is downloaded or changed."""
     import torch
 
-    from minikv.models.download import model_status
+    from minikv.models.files.download import model_status
 
     chosen, lacks = device.pick_device(), []
     tier = device.tier(chosen)
-    name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else platform.processor() or platform.machine()
+    name = (
+        torch.cuda.get_device_name(chosen)
+        if chosen.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
     if chosen.type == "cuda":
         major, minor = torch.cuda.get_device_capability(chosen)
         name += f" (sm{major}{minor}, {torch.cuda.get_device_properties(chosen).multi_processor_count} SMs)"
@@ -110,5 +117,7 @@ def examine() -> Report:
     model = model_status()
     facts["model"] = str(model).replace(str(Path.home()), "~")
     if not model.present:
-        lacks.append(Lack("model file", "SmolLM2-135M is fetched on first use (93 MB)", "minikv model fetch"))
+        lacks.append(
+            Lack("model file", "SmolLM2-135M is fetched on first use (93 MB)", "minikv model fetch")
+        )
     return Report(tier, str(chosen), facts, lacks)

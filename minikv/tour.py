@@ -1,4 +1,5 @@
-"""``minikv tour`` runs the notebooks and writes them as HTML pages; ``minikv lab`` opens JupyterLab on them."""
+"""``minikv tour`` runs the notebooks and writes them as HTML pages; ``minikv lab`` opens JupyterLab
+on them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ li{{margin:.6rem 0}} a{{font-weight:600;color:#005a8c}} small{{display:block;col
 
 @dataclass(frozen=True)
 class Stop:
-    """One notebook of the tour: where it is, its page, its title, the seconds it took, and its error if it had one."""
+    """One notebook of the tour: where it is, its page, its title, the seconds it took, and its
+    error if it had one."""
 
     notebook: Path
     page: Path
@@ -39,7 +41,8 @@ class Stop:
 
 
 def notebooks_dir() -> Path:
-    """The folder of the notebooks: beside the package in a clone, else ``notebooks`` in the current folder.
+    """The folder of the notebooks: beside the package in a clone, else ``notebooks`` in the current
+    folder.
 
     Raises
     ------
@@ -62,7 +65,11 @@ def pick(only: str | None) -> list[Path]:
     wanted = [part.strip().zfill(2) for part in only.split(",") if part.strip()]
     missing = [part for part in wanted if part not in found]
     if missing or not wanted:
-        raise ArgumentError("--only", only, f"there are notebooks {', '.join(found)}; write for example --only 00,04")
+        raise ArgumentError(
+            "--only",
+            only,
+            f"there are notebooks {', '.join(found)}; write for example --only 00,04",
+        )
     return [found[part] for part in dict.fromkeys(wanted)]
 
 
@@ -79,7 +86,9 @@ def run_notebook(path: Path, *, progress: bool = False, timeout: int = 600):
 
     notebook = nbformat.read(path, as_version=4)
     cells = sum(cell.cell_type == "code" for cell in notebook.cells)
-    bar = tqdm(total=cells, desc=path.stem, unit="cell", disable=not progress, leave=True, mininterval=0)
+    bar = tqdm(
+        total=cells, desc=path.stem, unit="cell", disable=not progress, leave=True, mininterval=0
+    )
 
     def advance(cell, cell_index, **_):
         bar.update()
@@ -96,7 +105,9 @@ def run_notebook(path: Path, *, progress: bool = False, timeout: int = 600):
     client.create_kernel_manager()
     argv = client.km.kernel_spec.argv  # type: ignore[union-attr]
     argv[0] = sys.executable
-    argv.append("--log-level=ERROR")  # its warning of unencrypted TCP, here on loopback, would break the progress line
+    argv.append(
+        "--log-level=ERROR"
+    )  # its warning of unencrypted TCP, here on loopback, would break the progress line
     try:
         client.execute()
     finally:
@@ -122,13 +133,15 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
     import nbformat
     from nbclient.exceptions import CellExecutionError
 
-    from minikv.models.download import model_path
+    from minikv.models.files.download import model_path
 
     paths, folder = pick(only), Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ArgumentError("--out", str(out), f"cannot make this folder ({e.strerror}); name another") from e
+        raise ArgumentError(
+            "--out", str(out), f"cannot make this folder ({e.strerror}); name another"
+        ) from e
     try:
         model_path()
     except (StateError, OSError) as e:
@@ -142,40 +155,55 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
             notebook, error = nbformat.read(path, as_version=4), f"{e.ename}: {e.evalue}"
             print(f"{path.name} failed: {error}", file=sys.stderr)
         title = next(
-            (line[2:] for cell in notebook.cells for line in cell.source.splitlines() if line.startswith("# ")),
+            (
+                line[2:]
+                for cell in notebook.cells
+                for line in cell.source.splitlines()
+                if line.startswith("# ")
+            ),
             path.stem,
         )
         page = folder / f"{path.stem}.html"
         page.write_text(_page(notebook, title, {other.stem for other in paths}), encoding="utf-8")
         stops.append(Stop(path, page, title, time.perf_counter() - began, error))
     (folder / "index.html").write_text(_index(stops), encoding="utf-8")
-    print(f"wrote {folder / 'index.html'}; open {(folder / 'index.html').resolve().as_uri()} in a browser")
+    print(
+        f"wrote {folder / 'index.html'}; open {(folder / 'index.html').resolve().as_uri()} in a browser"
+    )
     return stops
 
 
 def _page(notebook, title: str, pages: set[str]) -> str:
-    """The notebook as one HTML file that loads nothing, describes its pictures and is dark where the reader is."""
+    """The notebook as one HTML file that loads nothing, describes its pictures and is dark where
+    the reader is."""
     from nbconvert import HTMLExporter
 
     exporter = HTMLExporter()
     body, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": title}})
-    # The template's scripts come from a CDN (formulas, diagrams, widgets); these notebooks have none of the former two
-    # and widgets need a kernel.
+    # The template's scripts come from a CDN (formulas, diagrams, widgets); these notebooks have
+    # none of the former two and widgets need a kernel.
     body = re.sub(r"<script\b.*?</script>", "", body, flags=re.S)
     templates = exporter.environment.loader
     assert templates is not None
     dark, *_ = templates.get_source(exporter.environment, "static/theme-dark.css")
-    # Lines break between words, and what has no "Out [n]" beside it stands in the same column as what has.
+    # Lines break between words, and what has no "Out [n]" beside it stands in the same column as
+    # what has.
     ours = ".jp-OutputArea-output pre{word-break:normal;overflow-wrap:anywhere}"
-    ours += ".jp-OutputArea-prompt:empty{padding:var(--jp-code-padding);border:1px solid transparent}"
+    ours += (
+        ".jp-OutputArea-prompt:empty{padding:var(--jp-code-padding);border:1px solid transparent}"
+    )
     styles = f"<style>{ours}@media (prefers-color-scheme: dark) {{{dark}}}</style>"
     body = body.replace("</head>", f"{styles}</head>", 1)
 
-    body = re.sub(r'<img (?:alt="[^"]*" )?src="data:image/svg\+xml;base64,([^"]+)"', _described, body)
+    body = re.sub(
+        r'<img (?:alt="[^"]*" )?src="data:image/svg\+xml;base64,([^"]+)"', _described, body
+    )
 
     def link(match: re.Match[str]) -> str:
         stem, words = match.groups()
-        return f'<a href="{stem}.html">{words}</a>' if stem in pages else f"{words} (not in this tour)"
+        return (
+            f'<a href="{stem}.html">{words}</a>' if stem in pages else f"{words} (not in this tour)"
+        )
 
     return re.sub(r'<a href="(\d\d_\w+)\.ipynb">(.*?)</a>', link, body, flags=re.S)
 
@@ -183,7 +211,11 @@ def _page(notebook, title: str, pages: set[str]) -> str:
 def _described(match: re.Match[str]) -> str:
     """An ``<img>`` of an SVG with the SVG's own title and description as alternative text."""
     svg = base64.b64decode(match[1]).decode()
-    words = [found[1] for tag in ("title", "desc") if (found := re.search(rf"<{tag}[^>]*>([^<]*)</{tag}>", svg))]
+    words = [
+        found[1]
+        for tag in ("title", "desc")
+        if (found := re.search(rf"<{tag}[^>]*>([^<]*)</{tag}>", svg))
+    ]
     return f'<img alt="{": ".join(words)}" src="data:image/svg+xml;base64,{match[1]}"'
 
 

@@ -1,10 +1,13 @@
-"""What all rooms' tests share: the devices that kernels are tested on, and repeatable random numbers."""
+"""What all rooms' tests share: the devices that kernels are tested on, and repeatable random
+numbers."""
 
 from __future__ import annotations
 
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: threads on top would wait for each other
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # as many processes as cores: threads on top would wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
@@ -12,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from minikv._triton import HAVE_TRITON
 from minikv.errors import StateError
-from minikv.models.download import model_path
+from minikv.kernels.triton import HAVE_TRITON
+from minikv.models.files.download import model_path
 
 CUDA = torch.cuda.is_available()
 
@@ -23,7 +26,9 @@ CUDA = torch.cuda.is_available()
 def device(request: pytest.FixtureRequest) -> str:
     """Kernels run interpreted on ``cpu`` and, in ``-m gpu`` runs, compiled on ``cuda``."""
     if request.param == "cpu" and (CUDA or not HAVE_TRITON):
-        pytest.skip("kernels are compiled for CUDA in this process" if CUDA else "Triton is not installed")
+        pytest.skip(
+            "kernels are compiled for CUDA in this process" if CUDA else "Triton is not installed"
+        )
     return request.param
 
 

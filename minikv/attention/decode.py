@@ -1,17 +1,32 @@
-"""Decode attention: one new token per request over its cached keys, cut into parts that run side by side."""
+"""Decode attention: one new token per request over its cached keys, cut into parts that run side by
+side."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from minikv._triton import tl, triton
 from minikv.attention import options
-from minikv.attention.inner import capped, head_columns, load_rows, log_sum_exp, normaliser, online_softmax, row_factor
 from minikv.attention.merge_kernel import merge_kernel, part_size
 from minikv.attention.plan import AttentionPlan, decode_tiles_of, uniform_splits, values_in_keys
-from minikv.attention.tiles import DecodeTiles, capability_of, head_blocks, power_of_two, processors_of
+from minikv.attention.softmax import (
+    capped,
+    head_columns,
+    load_rows,
+    log_sum_exp,
+    normaliser,
+    online_softmax,
+    row_factor,
+)
+from minikv.attention.tiles import (
+    DecodeTiles,
+    capability_of,
+    head_blocks,
+    power_of_two,
+    processors_of,
+)
 from minikv.device import refuse_interpreted_bf16, use_triton
+from minikv.kernels.triton import tl, triton
 
 RULES = {"log": 1, "inverse": 2}
 
@@ -40,43 +55,48 @@ def decode_attention(
     backend: str = "auto",
     early: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of each request's newest token over all its listed keys, the newest (its own) included.
+    """Attention of each request's newest token over all its listed keys, the newest (its own)
+    included.
 
-    A request of length L has its query at position L - 1 (plus `window_start`). Length 0 gives 0, and log-sum-exp -inf.
-    Slots that are not listed, and listed ones outside the window, may hold anything, NaN included.
+    A request of length L has its query at position L - 1 (plus `window_start`). Length 0 gives 0,
+    and log-sum-exp -inf. Slots that are not listed, and listed ones outside the window, may hold
+    anything, NaN included.
 
     Parameters
     ----------
     q
         ``[batch, q_heads, d_qk]``, fp16, bf16 or fp32; any ratio of query to KV heads.
     k_cache, v_cache
-        The pool, ``[slots, kv_heads, d_qk]`` and ``[slots, kv_heads, d_v]``. For MLA, `v_cache` is a view of the
-        first columns of `k_cache`: each row is then read once.
+        The pool, ``[slots, kv_heads, d_qk]`` and ``[slots, kv_heads, d_v]``. For MLA, `v_cache` is
+        a view of the first columns of `k_cache`: each row is then read once.
     kv_indptr
         int32 or int64 ``[batch + 1]``: where each request's slots in `kv_indices` begin and end.
     kv_indices
         int32 or int64: the slots of all requests, in order of position.
-    sm_scale, logit_cap, sliding_window, window_start, sinks, xai_temperature_len, xai_temperature_rule
+    sm_scale, logit_cap, sliding_window, window_start, sinks, xai_temperature_len,
+    xai_temperature_rule
         As in ``extend_attention``.
     k_scale, v_scale
         Multiply what is read from the pool.
     page_size
         A promise about `kv_indices` that this kernel does not need.
     num_kv_splits
-        n cuts every request into n parts of ``ceil(L / n)`` keys rounded up to the tile: a request's result is then
-        bitwise the same whatever else is in the batch. None chooses by `plan`, or without one by the batch's shape.
+        n cuts every request into n parts of ``ceil(L / n)`` keys rounded up to the tile: a
+        request's result is then bitwise the same whatever else is in the batch. None chooses by
+        `plan`, or without one by the batch's shape.
     return_lse
         Also return the natural log-sum-exp over keys (without the sink), fp32 ``[batch, q_heads]``.
     plan
-        An :class:`AttentionPlan` updated for these lengths: best for uneven batches, needed inside a captured graph.
-        Without one, and nothing is read back from the device, each request is cut into equally many parts.
+        An :class:`AttentionPlan` updated for these lengths: best for uneven batches, needed inside
+        a captured graph. Without one, and nothing is read back from the device, each request is cut
+        into equally many parts.
     out
         Where to write the result.
     backend
         "triton", "torch", or "auto": Triton on CUDA.
     early
-        A promise that the lists and the plan are older than the kernel before this one, so that they can be read while
-        it runs (sm90 and newer). It pays for a single request.
+        A promise that the lists and the plan are older than the kernel before this one, so that
+        they can be read while it runs (sm90 and newer). It pays for a single request.
 
     Returns
     -------
@@ -105,9 +125,9 @@ def decode_attention(
     if plan is not None:
         plan.check(q, v_cache, num_kv_splits, sliding_window)
     if not use_triton(backend, q.device):
-        from minikv.attention import torch_path
+        from minikv.attention import cpu
 
-        return torch_path.run(torch_path.plan(*tensors, opts), q, k_cache, v_cache, opts, return_lse, out)
+        return cpu.run(cpu.plan(*tensors, opts), q, k_cache, v_cache, opts, return_lse, out)
     refuse_interpreted_bf16(q=q, k_cache=k_cache)
     return launch(*tensors, opts, num_kv_splits, plan, return_lse, out, early=early)
 
@@ -127,11 +147,14 @@ def launch(
     dependent: bool | None = None,
     early: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run the Triton kernels; `tiles` and `dependent`, for tests and tuning, replace what is chosen here."""
+    """Run the Triton kernels; `tiles` and `dependent`, for tests and tuning, replace what is chosen
+    here."""
     batch, q_heads, d = q.shape
     kv_heads, d_v = k_cache.shape[1], v_cache.shape[2]
     o = torch.empty((batch, q_heads, d_v), dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty((batch, q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    lse = (
+        torch.empty((batch, q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    )
     if batch == 0:
         return o if lse is None else (o, lse)
     if tiles is None:
@@ -139,21 +162,31 @@ def launch(
         if plan is not None:
             tiles = plan.tiles_for(batch)
         elif num_splits is None:
-            tiles = tiles.for_programs(batch * tiles.programs(q_heads, kv_heads), processors_of(q.device))
+            tiles = tiles.for_programs(
+                batch * tiles.programs(q_heads, kv_heads), processors_of(q.device)
+            )
     lanes = tiles.programs(q_heads, kv_heads)
     if dependent is None:
         dependent = q.device.type == "cuda" and capability_of(q.device) >= (9, 0)
     items, merges, partial, partial_lse = None, None, None, None
     if plan is not None:
-        num_items, num_merges, num_splits = plan.capacity(batch), plan.entries(batch), plan.num_kv_splits or 1
+        num_items, num_merges, num_splits = (
+            plan.capacity(batch),
+            plan.entries(batch),
+            plan.num_kv_splits or 1,
+        )
         partial, partial_lse = plan.partial, plan.partial_lse
         if plan.num_kv_splits is None:
             items, merges = plan.items, plan.merges
     else:
         if num_splits is None:
-            num_splits = uniform_splits(batch, lanes, kv_indices.shape[0], tiles, processors_of(q.device))
+            num_splits = uniform_splits(
+                batch, lanes, kv_indices.shape[0], tiles, processors_of(q.device)
+            )
         num_items, num_merges = batch * num_splits, batch
-        partial = torch.empty((num_items if num_splits > 1 else 0, q_heads, d_v), dtype=torch.float32, device=q.device)
+        partial = torch.empty(
+            (num_items if num_splits > 1 else 0, q_heads, d_v), dtype=torch.float32, device=q.device
+        )
         partial_lse = torch.empty(partial.shape[:2], dtype=torch.float32, device=q.device)
     block_d, block_tail = head_blocks(d)
     pdl = {"launch_pdl": True} if dependent else {}
@@ -184,7 +217,18 @@ def launch(
     )
     if num_items > batch:
         merge_kernel[(q_heads, num_merges)](
-            *(partial, partial_lse, o, lse, kv_indptr, opts.sinks, merges, num_splits, o.stride(0), o.stride(1)),
+            *(
+                partial,
+                partial_lse,
+                o,
+                lse,
+                kv_indptr,
+                opts.sinks,
+                merges,
+                num_splits,
+                o.stride(0),
+                o.stride(1),
+            ),
             DV=d_v,
             BLOCK_N=tiles.block_n,
             BLOCK_S=16,
@@ -241,9 +285,11 @@ def decode_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program: one part of one request's keys, for (a block of) the query heads that share one KV head.
+    """One program: one part of one request's keys, for (a block of) the query heads that share one
+    KV head.
 
-    ``o = sum_j softmax_j(cap(scale * q . k_j)) v_j`` by online softmax over tiles of `BLOCK_N` keys::
+    ``o = sum_j softmax_j(cap(scale * q . k_j)) v_j`` by online softmax over tiles of `BLOCK_N`
+    keys::
 
                             keys of the request, through kv_indices
         position     0         BLOCK_N                                    L - 1
@@ -253,11 +299,12 @@ def decode_kernel(
                      +---------+---------+---------+---------+---------+----+
         program      items[i] = (request, 0, end, row)       ...              one per part and KV head
 
-    A whole request is written to `out`; a part goes, normalised, to its row of `partial` with the log-sum-exp that
-    `merge_kernel` weighs it by. Without `items`, program i takes part ``i % num_splits`` of request ``i // num_splits``
-    (see ``part_size``). The slots of a tile are loaded one tile ahead, so that the loads of K and V, which depend on
-    them, can be issued early. The grid runs over KV heads fastest: programs that read neighbouring bytes of the same
-    slots run together.
+    A whole request is written to `out`; a part goes, normalised, to its row of `partial` with the
+    log-sum-exp that `merge_kernel` weighs it by. Without `items`, program i takes part ``i %
+    num_splits`` of request ``i // num_splits`` (see ``part_size``). The slots of a tile are loaded
+    one tile ahead, so that the loads of K and V, which depend on them, can be issued early. The
+    grid runs over KV heads fastest: programs that read neighbouring bytes of the same slots run
+    together.
     """
     if EARLY:  # all that follows may come up meanwhile, and so may what this program reads up to its own wait
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore
@@ -303,12 +350,14 @@ def decode_kernel(
     columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
     kc = k_cache + kv_head.to(tl.int64) * stride_kch
     vc = v_cache + kv_head.to(tl.int64) * stride_vch
-    # Lanes before and after the visible keys read the nearest visible one again: a mask on every load would cost more,
-    # and an unseen slot may hold NaN, which a weight of 0 does not remove.
+    # Lanes before and after the visible keys read the nearest visible one again: a mask on every
+    # load would cost more, and an unseen slot may hold NaN, which a weight of 0 does not remove.
     slots = kv_indices + kv_start
     kv_pos = low + tl.arange(0, BLOCK_N)
     slot = tl.load(
-        slots + tl.minimum(tl.maximum(kv_pos, seen_from), high - 1), mask=kv_pos < kv_pos + high - low, other=0
+        slots + tl.minimum(tl.maximum(kv_pos, seen_from), high - 1),
+        mask=kv_pos < kv_pos + high - low,
+        other=0,
     )
     if EARLY:
         tl.extra.cuda.gdc_wait()  # type: ignore
@@ -325,7 +374,9 @@ def decode_kernel(
     l_i = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
     for tile_start in range(low, high, BLOCK_N):
-        kv_pos = tile_start + tl.arange(0, BLOCK_N)  # worked out again in each tile: carried, it would cost registers
+        kv_pos = tile_start + tl.arange(
+            0, BLOCK_N
+        )  # worked out again in each tile: carried, it would cost registers
         next_slot = tl.load(slots + tl.minimum(kv_pos + BLOCK_N, high - 1))
         seen = kv_pos < high
         if WINDOW:
@@ -334,13 +385,19 @@ def decode_kernel(
         k = load_rows(kc, row * STRIDE_K, columns, None, D, BLOCK_D).to(q_tile.dtype)
         qk = tl.dot(q_tile, k.T, input_precision="ieee")
         if BLOCK_TAIL > 0:
-            k_tail = load_rows(kc, row * STRIDE_K, tail_columns, None, D, BLOCK_D + BLOCK_TAIL).to(q_tile.dtype)
+            k_tail = load_rows(kc, row * STRIDE_K, tail_columns, None, D, BLOCK_D + BLOCK_TAIL).to(
+                q_tile.dtype
+            )
             qk = tl.dot(q_tail, k_tail.T, qk, input_precision="ieee")
-        p, alpha, m_i, l_i = online_softmax(capped(qk, scale, cap, CAP), factor, seen[None, :], m_i, l_i)
+        p, alpha, m_i, l_i = online_softmax(
+            capped(qk, scale, cap, CAP), factor, seen[None, :], m_i, l_i
+        )
         if V_IN_K:
             v = k
         else:
-            v = load_rows(vc, row * STRIDE_V, tl.arange(0, BLOCK_DV), None, DV, BLOCK_DV).to(q_tile.dtype)
+            v = load_rows(vc, row * STRIDE_V, tl.arange(0, BLOCK_DV), None, DV, BLOCK_DV).to(
+                q_tile.dtype
+            )
         acc = tl.dot(p.to(q_tile.dtype), v, acc * alpha[:, None], input_precision="ieee")
         slot = next_slot
     if DEPENDENT:

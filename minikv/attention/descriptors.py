@@ -1,7 +1,7 @@
 """Tensor descriptors: Hopper's copy engine loads a whole tile by one instruction of one thread.
 
-Through pointers every thread works out addresses and issues its own 16-byte copies; that costs extend 5 to 20 %. A
-descriptor wants a rectangle: new keys are one, and so are the slots of a page.
+Through pointers every thread works out addresses and issues its own 16-byte copies; that costs
+extend 5 to 20 %. A descriptor wants a rectangle: new keys are one, and so are the slots of a page.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from minikv.attention.tiles import Tiles, power_of_two
 def of_rows(k: Tensor, v: Tensor, tiles: Tiles, block_d: int) -> tuple[Any, Any]:
     """Descriptors of keys ``[rows, heads, d_qk]`` and values ``[rows, heads, d_v]``, or Nones.
 
-    A tile is ``tiles.block_n`` rows by the first `block_d` columns of one head (a tail block goes through pointers):
-    values need a power of two of them, heads must be adjacent and every row aligned to 16 bytes.
+    A tile is ``tiles.block_n`` rows by the first `block_d` columns of one head (a tail block goes
+    through pointers): values need a power of two of them, heads must be adjacent and every row
+    aligned to 16 bytes.
     """
     d_v = v.shape[2]
     for x in (k, v):
@@ -36,8 +37,11 @@ def of_rows(k: Tensor, v: Tensor, tiles: Tiles, block_d: int) -> tuple[Any, Any]
     )
 
 
-def of_pool(q: Tensor, k_cache: Tensor, v_cache: Tensor, opts: Options, tiles: Tiles, block_d: int) -> tuple[Any, Any]:
-    """Descriptors of the pool where every tile of a list lies in one page: lists from a page's start, large pages."""
+def of_pool(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, opts: Options, tiles: Tiles, block_d: int
+) -> tuple[Any, Any]:
+    """Descriptors of the pool where every tile of a list lies in one page: lists from a page's
+    start, large pages."""
     whole = opts.page_size % tiles.block_n == 0 and opts.window_start is None
     if not whole or k_cache.dtype != q.dtype:
         return None, None

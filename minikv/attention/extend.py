@@ -1,4 +1,5 @@
-"""Extend attention in two stages: new queries over a cached prefix in pages, then over their own new keys."""
+"""Extend attention in two stages: new queries over a cached prefix in pages, then over their own
+new keys."""
 
 from __future__ import annotations
 
@@ -7,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minikv._triton import tl, triton
-from minikv.attention import descriptors, options, torch_path
-from minikv.attention.inner import (
+from minikv.attention import cpu, descriptors, options
+from minikv.attention.softmax import (
     attend,
     find_request,
     head_columns,
@@ -31,6 +31,7 @@ from minikv.attention.tiles import (
     processors_of,
 )
 from minikv.device import refuse_interpreted_bf16, use_triton
+from minikv.kernels.triton import tl, triton
 
 RULES = {"log": 1, "inverse": 2}
 
@@ -45,11 +46,12 @@ def extend_attention(
     k_scale: float = 1.0, v_scale: float = 1.0, page_size: int = 1, max_extend_len: int | None = None,
     return_lse: bool = False, plan: Any = None, out: Tensor | None = None, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of new tokens over a cached prefix and over themselves, for a ragged batch laid end to end.
+    """Attention of new tokens over a cached prefix and over themselves, for a ragged batch laid end
+    to end.
 
-    Query i of a request with P prefix tokens has position P + i; it sees the whole prefix and, when causal, the new
-    keys 0..i. A row that sees no key is 0, with log-sum-exp -inf. Keys and values that no query of their request may
-    see may hold anything, NaN included.
+    Query i of a request with P prefix tokens has position P + i; it sees the whole prefix and, when
+    causal, the new keys 0..i. A row that sees no key is 0, with log-sum-exp -inf. Keys and values
+    that no query of their request may see may hold anything, NaN included.
 
     Parameters
     ----------
@@ -58,9 +60,11 @@ def extend_attention(
     k, v
         The new keys and values, ``[tokens, kv_heads, d_qk]`` and ``[tokens, kv_heads, d_v]``.
     k_cache, v_cache
-        The pool, ``[slots, kv_heads, d_qk]`` and ``[slots, kv_heads, d_v]``; only the listed slots are read.
+        The pool, ``[slots, kv_heads, d_qk]`` and ``[slots, kv_heads, d_v]``; only the listed slots
+        are read.
     qo_indptr, kv_indptr
-        int32 or int64 ``[batch + 1]``: where each request's new tokens, and its prefix in `kv_indices`, begin and end.
+        int32 or int64 ``[batch + 1]``: where each request's new tokens, and its prefix in
+        `kv_indices`, begin and end.
     kv_indices
         int32 or int64: the prefix slots of all requests, in order of position.
     sm_scale
@@ -72,24 +76,27 @@ def extend_attention(
     window_start
         int ``[batch]``: the position of each list's first entry, when lists hold only the window.
     custom_mask, mask_indptr
-        bool, flattened ``[new, prefix + new]`` per request, and where each begins: replaces causality.
+        bool, flattened ``[new, prefix + new]`` per request, and where each begins: replaces
+        causality.
     skip_prefix_mask
         The prefix part of `custom_mask` is all True and need not be read.
     sinks
         ``[q_heads]``: a logit per head that joins the denominator once.
     xai_temperature_len, xai_temperature_rule
-        L >= 2: scores of a query at pos > L times ``log2(pos) / log2(L)`` ("log"), or at pos >= L times
-        ``L / (pos + 1)`` ("inverse").
+        L >= 2: scores of a query at pos > L times ``log2(pos) / log2(L)`` ("log"), or at pos >= L
+        times ``L / (pos + 1)`` ("inverse").
     k_scale, v_scale
         Multiply what is read from the pool; the new `k` and `v` are not scaled.
     page_size
-        A promise about `kv_indices`: each list (without `window_start`) is whole pages of neighbouring slots, the last
-        one cut short. Pages of 64 and more are then loaded by Hopper's copy engine.
+        A promise about `kv_indices`: each list (without `window_start`) is whole pages of
+        neighbouring slots, the last one cut short. Pages of 64 and more are then loaded by Hopper's
+        copy engine.
     max_extend_len
-        The longest request's new tokens, if the caller knows: spares a search per program. Nothing is read back
-        without it.
+        The longest request's new tokens, if the caller knows: spares a search per program. Nothing
+        is read back without it.
     return_lse
-        Also return the natural log-sum-exp over keys (without the sink), fp32 ``[tokens, q_heads]``.
+        Also return the natural log-sum-exp over keys (without the sink), fp32 ``[tokens,
+        q_heads]``.
     plan
         Accepted for symmetry with decode; this kernel needs no buffers that outlive the call.
     out
@@ -118,12 +125,15 @@ def extend_attention(
     >>> extend_attention(q, k, v, pool, pool, *lists)[:, 0, 0].tolist()
     [1.5, 2.0, 9.0]
     """
-    settings, tensors = options.given(locals()), (q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices)
+    settings, tensors = (
+        options.given(locals()),
+        (q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices),
+    )
     opts = options.check_extend(*tensors, max_extend_len=max_extend_len, out=out, **settings)
     if not use_triton(backend, q.device):
         lists = {"qo_indptr": qo_indptr, "new_keys": True}
-        parts = torch_path.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, **lists)
-        return torch_path.run(parts, q, k_cache, v_cache, opts, return_lse, out, k, v)
+        parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, **lists)
+        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out, k, v)
     refuse_interpreted_bf16(q=q, k_cache=k_cache)
     return launch(*tensors, opts, max_extend_len, return_lse, out)
 
@@ -134,11 +144,14 @@ def launch(
     max_extend_len: int | None = None, return_lse: bool = False, out: Tensor | None = None,
     tiles: Tiles | None = None, num_splits: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the Triton kernel; `tiles` and `num_splits`, for tests and tuning, replace what is chosen here."""
+    """Run the Triton kernel; `tiles` and `num_splits`, for tests and tuning, replace what is chosen
+    here."""
     tokens, q_heads, d = q.shape
     batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
     o = torch.empty((tokens, q_heads, d_v), dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    lse = (
+        torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    )
     if tokens == 0 or batch == 0:
         return o if lse is None else (o, lse)
     if tiles is None:
@@ -150,8 +163,12 @@ def launch(
         num_splits = prefix_splits(processors_of(q.device), programs, mean_prefix, tiles.block_n)
     target, target_lse = o, lse
     if num_splits > 1:
-        target = torch.empty((num_splits, tokens, q_heads, d_v), dtype=torch.float32, device=q.device)
-        target_lse = torch.empty((num_splits, tokens, q_heads), dtype=torch.float32, device=q.device)
+        target = torch.empty(
+            (num_splits, tokens, q_heads, d_v), dtype=torch.float32, device=q.device
+        )
+        target_lse = torch.empty(
+            (num_splits, tokens, q_heads), dtype=torch.float32, device=q.device
+        )
     block_d, block_tail = head_blocks(d)
     k_desc, v_desc = descriptors.of_rows(k, v, tiles, block_d)
     kc_desc, vc_desc = descriptors.of_pool(q, k_cache, v_cache, opts, tiles, block_d)
@@ -183,7 +200,17 @@ def launch(
     return o if lse is None else (o, lse)
 
 
-@triton.jit(do_not_specialize=["batch", "steps", "tokens", "places", "num_splits", "window", "temperature_len"])
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "steps",
+        "tokens",
+        "places",
+        "num_splits",
+        "window",
+        "temperature_len",
+    ]
+)
 def extend_kernel(
     q, k, v, k_cache, v_cache, out, lse, k_desc, v_desc, kc_desc, vc_desc,
     qo_indptr, kv_indptr, kv_indices, window_start, custom_mask, mask_indptr, sinks,
@@ -195,9 +222,11 @@ def extend_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, RULE: tl.constexpr, MASK: tl.constexpr,
     PREFIX: tl.constexpr, COMPACT: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query head, `BLOCK_M` new tokens of one request, all the keys they see (or one split of them).
+    """One program: one query head, `BLOCK_M` new tokens of one request, all the keys they see (or
+    one split of them).
 
-    ``o = sum_j softmax_j(cap(scale * q . k_j)) v_j`` by online softmax over tiles of `BLOCK_N` keys::
+    ``o = sum_j softmax_j(cap(scale * q . k_j)) v_j`` by online softmax over tiles of `BLOCK_N`
+    keys::
 
                      prefix: through kv_indices          new: k, v directly
                  0          BLOCK_N                P                        P + new
@@ -207,11 +236,12 @@ def extend_kernel(
         tile 2   | skipped  | skipped  | mask |mask|no mk.|no mk.| mask |      |   | launched first (longest)
                  +----------+----------+-------+---+------+------+------+------+
 
-    Tiles that every row sees whole go through a loop without masks, the others (edges of the window, the prefix's last
-    tile, the causal diagonal, all tiles under a custom mask) through a second. The grid runs over heads fastest, so
-    that the heads of a group find the K and V they share in L2; then query tiles, longest first; then requests. With
-    SPLIT the prefix is cut into `num_splits` parts, `out` and `lse` hold one result per part, and the last part takes
-    the new keys.
+    Tiles that every row sees whole go through a loop without masks, the others (edges of the
+    window, the prefix's last tile, the causal diagonal, all tiles under a custom mask) through a
+    second. The grid runs over heads fastest, so that the heads of a group find the K and V they
+    share in L2; then query tiles, longest first; then requests. With SPLIT the prefix is cut into
+    `num_splits` parts, `out` and `lse` hold one result per part, and the last part takes the new
+    keys.
     """
     head = tl.program_id(0)
     place = tl.program_id(1)
@@ -246,14 +276,18 @@ def extend_kernel(
     mask_rows = rows
     if MASK > 0:
         mask_start = tl.load(mask_indptr + request).to(tl.int64)
-        mask_rows = custom_mask + mask_start + tl.minimum(rows, new - 1).to(tl.int64) * (prefix + new)
+        mask_rows = (
+            custom_mask + mask_start + tl.minimum(rows, new - 1).to(tl.int64) * (prefix + new)
+        )
 
     columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
     q_rows = (q_start + rows).to(tl.int64) * stride_qt
     q_tile = load_rows(q + head * stride_qh, q_rows, columns, live, D, BLOCK_D)
     q_tail = q_tile
     if BLOCK_TAIL > 0:
-        q_tail = load_rows(q + head * stride_qh, q_rows, tail_columns, live, D, BLOCK_D + BLOCK_TAIL)
+        q_tail = load_rows(
+            q + head * stride_qh, q_rows, tail_columns, live, D, BLOCK_D + BLOCK_TAIL
+        )
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -261,11 +295,14 @@ def extend_kernel(
 
     new_high = tl.minimum(new, first_row + BLOCK_M) if CAUSAL else new
 
-    # Stage 1, the prefix. A negative scale would make the maximum a minimum: then all tiles take the masked loop.
+    # Stage 1, the prefix. A negative scale would make the maximum a minimum: then all tiles take
+    # the masked loop.
     if PREFIX:
         low, high = 0, prefix
         if SPLIT:  # equal parts of prefix and new keys together
-            part = tl.cdiv(tl.cdiv(prefix, BLOCK_N) + tl.cdiv(new_high, BLOCK_N), num_splits) * BLOCK_N
+            part = (
+                tl.cdiv(tl.cdiv(prefix, BLOCK_N) + tl.cdiv(new_high, BLOCK_N), num_splits) * BLOCK_N
+            )
             low = tl.minimum(split * part, prefix)
             high = tl.where(split == num_splits - 1, prefix, tl.minimum(low + part, prefix))
         full_low, full_high = low, tl.where(scale * k_scale < 0, 0, high)
@@ -276,7 +313,11 @@ def extend_kernel(
             full_high = 0
         first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
         factor = row_factor(absolute, scale * k_scale, cap, temperature_len, CAP, RULE)
-        kc, vc, slots = k_cache + kv_head * stride_kch, v_cache + kv_head * stride_vch, kv_indices + kv_start
+        kc, vc, slots = (
+            k_cache + kv_head * stride_kch,
+            v_cache + kv_head * stride_vch,
+            kv_indices + kv_start,
+        )
         if MASK < 2:
             acc, m_i, l_i = attend(
                 acc, m_i, l_i, q_tile, q_tail, q_pos, factor, kc, vc, kc_desc, vc_desc, head // group, slots,
@@ -336,7 +377,8 @@ def merge_kernel(
     partial, partial_lse, out, lse, sinks, rows, heads, num_splits, stride_ot, stride_oh,
     DV: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """``o = sum_s e^(lse_s) o_s / (sum_s e^(lse_s) + e^sink)`` for `BLOCK_R` rows of (token, head), splits in order."""
+    """``o = sum_s e^(lse_s) o_s / (sum_s e^(lse_s) + e^sink)`` for `BLOCK_R` rows of (token, head),
+    splits in order."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = row < rows
     columns = tl.arange(0, BLOCK_DV)
@@ -359,7 +401,12 @@ def merge_kernel(
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
     o = acc * normaliser(m_i, l_i, sink)[:, None]
-    where = out + (row // heads).to(tl.int64)[:, None] * stride_ot + head[:, None] * stride_oh + columns[None, :]
+    where = (
+        out
+        + (row // heads).to(tl.int64)[:, None] * stride_ot
+        + head[:, None] * stride_oh
+        + columns[None, :]
+    )
     tl.store(where, o.to(out.dtype.element_ty), mask=inside)
     if lse is not None:
         tl.store(lse + row, log_sum_exp(m_i, l_i), mask=live)

@@ -1,7 +1,8 @@
 """Merging attention over two disjoint sets of keys, each given by its output and log-sum-exp.
 
-With ``w_i = exp(lse_i)`` the whole is ``(w_1 o_1 + w_2 o_2) / (w_1 + w_2)`` and its own lse ``log(w_1 + w_2)``: split
-decode, shared prefixes and cascades all rest on this one line (FlashInfer's "attention states", Ye et al. 2024).
+With ``w_i = exp(lse_i)`` the whole is ``(w_1 o_1 + w_2 o_2) / (w_1 + w_2)`` and its own lse
+``log(w_1 + w_2)``: split decode, shared prefixes and cascades all rest on this one line
+(FlashInfer's "attention states", Ye et al. 2024).
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ def merge_states(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Te
     o1, o2
         Outputs [..., d_v] over each set.
     lse1, lse2
-        Natural log of each row's summed exponentials [...]; -inf where a set has no key, and then the output of that
-        set may hold anything, NaN included.
+        Natural log of each row's summed exponentials [...]; -inf where a set has no key, and then
+        the output of that set may hold anything, NaN included.
 
     Returns
     -------
     o, lse
-        Output in o1's dtype and lse in fp32 (fp64 for fp64 outputs); 0 and -inf where both sets are empty.
+        Output in o1's dtype and lse in fp32 (fp64 for fp64 outputs); 0 and -inf where both sets are
+        empty.
 
     Examples
     --------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from minikv._triton import tl, triton
-from minikv.attention.inner import log_sum_exp, normaliser, online_softmax
+from minikv.attention.softmax import log_sum_exp, normaliser, online_softmax
+from minikv.kernels.triton import tl, triton
 
 
 @triton.jit
 def part_size(length, num_splits, BLOCK_N: tl.constexpr):
-    """Keys per part when a request is cut into `num_splits`: ceil(length / num_splits), rounded up to the tile."""
+    """Keys per part when a request is cut into `num_splits`: ceil(length / num_splits), rounded up
+    to the tile."""
     return tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N
 
 
@@ -31,10 +32,11 @@ def merge_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program: the parts of one request and head, `BLOCK_S` at a time and in order, and the sink once.
+    """One program: the parts of one request and head, `BLOCK_S` at a time and in order, and the
+    sink once.
 
-    ``o = sum_s 2^w_s o_s / (sum_s 2^w_s + 2^sink)``, w_s the parts' log-sum-exp in powers of two. Parts without keys
-    are not listed, or have ``w_s = -inf`` and ``o_s = 0``.
+    ``o = sum_s 2^w_s o_s / (sum_s 2^w_s + 2^sink)``, w_s the parts' log-sum-exp in powers of two.
+    Parts without keys are not listed, or have ``w_s = -inf`` and ``o_s = 0``.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore

@@ -1,6 +1,8 @@
-"""What all attention implementations accept: one dataclass of options, and one set of checks before anything runs.
+"""What all attention implementations accept: one dataclass of options, and one set of checks before
+anything runs.
 
-The checks look at shapes, dtypes and devices only. They never read a value from the device, so they cost no wait.
+The checks look at shapes, dtypes and devices only. They never read a value from the device, so they
+cost no wait.
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ class Options:
     sinks
         float [q_heads]: a logit per head that joins the denominator once and has no value.
     xai_temperature_len, xai_temperature_rule
-        Scores of far queries are multiplied: "log" by ``log2(pos) / log2(len)`` for ``pos > len``, "inverse" by
-        ``len / (pos + 1)`` for ``pos >= len``; -1 is off.
+        Scores of far queries are multiplied: "log" by ``log2(pos) / log2(len)`` for ``pos > len``,
+        "inverse" by ``len / (pos + 1)`` for ``pos >= len``; -1 is off.
     k_scale, v_scale
         What multiplies keys and values read from the pool.
     page_size
@@ -74,7 +76,8 @@ class Options:
 
 
 def given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The options among the arguments of a function, ``given(locals())``, as :func:`check_extend` and others take."""
+    """The options among the arguments of a function, ``given(locals())``, as :func:`check_extend`
+    and others take."""
     return {name: arguments[name] for name in Options.__dataclass_fields__ if name in arguments}
 
 
@@ -122,7 +125,8 @@ def check_unified(
     out: Tensor | None = None,
     **options: Any,
 ) -> Options:
-    """Check the arguments of ``extend_attention_unified`` and gather its options; raises as :func:`check_extend`."""
+    """Check the arguments of ``extend_attention_unified`` and gather its options; raises as
+    :func:`check_extend`."""
     _check_tensors(q, k_cache, v_cache, kv_indptr, kv_indices, qo_indptr, max_extend_len, out)
     _expect_ints("prefix_lens", prefix_lens, kv_indptr.shape[0] - 1, q.device)
     if q.device.type == "cpu":
@@ -131,12 +135,19 @@ def check_unified(
         if wrong.any():
             r = int(wrong.int().argmax())
             need = f"{int(listed[r])} listed slots less {int(new[r])} new tokens"
-            raise ArgumentError("prefix_lens", int(prefix_lens[r]), f"of request {r} must be {need}")
+            raise ArgumentError(
+                "prefix_lens", int(prefix_lens[r]), f"of request {r} must be {need}"
+            )
     return _check_mask(_options(q, kv_indptr, **options), qo_indptr.diff(), kv_indptr.diff())
 
 
 def check_layer(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_indptr: Tensor, kv_indices: Tensor, **options: Any
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    **options: Any,
 ) -> Options:
     """Check what all forms have in common and gather the options; raises as :func:`check_extend`."""
     _check_tensors(q, k_cache, v_cache, kv_indptr, kv_indices, None, None, None)
@@ -154,13 +165,16 @@ def check_decode(
     out: Tensor | None = None,
     **options: Any,
 ) -> Options:
-    """Check the arguments of ``decode_attention`` and gather its options; raises as :func:`check_extend`."""
+    """Check the arguments of ``decode_attention`` and gather its options; raises as
+    :func:`check_extend`."""
     _check_tensors(q, k_cache, v_cache, kv_indptr, kv_indices, None, None, out)
     if kv_indptr.shape[0] != q.shape[0] + 1:
         need = f"decode has one query per request: [{q.shape[0] + 1}]"
         raise ArgumentError("kv_indptr", tuple(kv_indptr.shape), need)
     if num_kv_splits is not None and num_kv_splits < 1:
-        raise ArgumentError("num_kv_splits", num_kv_splits, "must be at least 1, or None to choose by length")
+        raise ArgumentError(
+            "num_kv_splits", num_kv_splits, "must be at least 1, or None to choose by length"
+        )
     return _options(q, kv_indptr, **options)
 
 
@@ -175,20 +189,26 @@ def _check_tensors(
     out: Tensor | None,
 ) -> None:
     if q.dim() != 3 or q.dtype not in FLOATS:
-        raise ArgumentError("q", _shown(q), "must be [tokens, q_heads, d] in float32, float16 or bfloat16")
+        raise ArgumentError(
+            "q", _shown(q), "must be [tokens, q_heads, d] in float32, float16 or bfloat16"
+        )
     tokens, q_heads, d_qk = q.shape
     _last_dim_dense("q", q)
     _expect("k_cache", k_cache, (None, None, d_qk), NARROWER[q.dtype], q.device)
     slots, kv_heads, _ = k_cache.shape
     if kv_heads == 0 or q_heads % kv_heads:
-        raise ArgumentError("q", _shown(q), f"{q_heads} query heads cannot share {kv_heads} KV heads evenly")
+        raise ArgumentError(
+            "q", _shown(q), f"{q_heads} query heads cannot share {kv_heads} KV heads evenly"
+        )
     _expect("v_cache", v_cache, (slots, kv_heads, None), (k_cache.dtype,), q.device)
     _last_dim_dense("k_cache", k_cache)
     _last_dim_dense("v_cache", v_cache)
     _expect_ints("kv_indptr", kv_indptr, None, q.device)
     _expect_ints("kv_indices", kv_indices, None, q.device)
     if kv_indptr.shape[0] < 1:
-        raise ArgumentError("kv_indptr", tuple(kv_indptr.shape), "must have batch + 1 entries, the first of them 0")
+        raise ArgumentError(
+            "kv_indptr", tuple(kv_indptr.shape), "must have batch + 1 entries, the first of them 0"
+        )
     if qo_indptr is not None:
         _expect_ints("qo_indptr", qo_indptr, kv_indptr.shape[0], q.device)
     if q.device.type == "cpu":  # looking at values on a device would wait for it
@@ -197,7 +217,11 @@ def _check_tensors(
         if qo_indptr is not None:
             _check_bounds("qo_indptr", qo_indptr, tokens)
     if max_extend_len is not None and max_extend_len < 0:
-        raise ArgumentError("max_extend_len", max_extend_len, "must be the longest new part, or None to read it back")
+        raise ArgumentError(
+            "max_extend_len",
+            max_extend_len,
+            "must be the longest new part, or None to read it back",
+        )
     if out is not None:
         _expect("out", out, (tokens, q_heads, v_cache.shape[2]), (q.dtype,), q.device)
         _last_dim_dense("out", out)
@@ -206,7 +230,8 @@ def _check_tensors(
 
 
 def _check_bounds(name: str, indptr: Tensor, end: int | None = None) -> None:
-    """Bounds begin at 0, never fall, and pass no `end`: others would make kernels read and write foreign memory."""
+    """Bounds begin at 0, never fall, and pass no `end`: others would make kernels read and write
+    foreign memory."""
     if int(indptr[0]) != 0 or bool((indptr.diff() < 0).any()):
         raise ArgumentError(name, indptr[:8].tolist(), "must begin with 0 and never fall")
     if end is not None and int(indptr[-1]) > end:
@@ -214,7 +239,8 @@ def _check_bounds(name: str, indptr: Tensor, end: int | None = None) -> None:
 
 
 def _check_mask(opts: Options, new: Tensor, keys: Tensor) -> Options:
-    """The mask holds every request's ``[new, keys]`` part; like the lists, it is looked at on the CPU only."""
+    """The mask holds every request's ``[new, keys]`` part; like the lists, it is looked at on the
+    CPU only."""
     mask, begins = opts.custom_mask, opts.mask_indptr
     if mask is not None and begins is not None and mask.device.type == "cpu":
         ends = begins[:-1] + new * keys
@@ -222,15 +248,20 @@ def _check_mask(opts: Options, new: Tensor, keys: Tensor) -> Options:
         if wrong.any():
             r = int(wrong.int().argmax())
             need = f"{int(new[r])} × {int(keys[r])} entries from {int(begins[r])} on"
-            raise ArgumentError("custom_mask", tuple(mask.shape), f"is too short: request {r} needs {need}")
+            raise ArgumentError(
+                "custom_mask", tuple(mask.shape), f"is too short: request {r} needs {need}"
+            )
     return opts
 
 
 def _check_list(kv_indptr: Tensor, kv_indices: Tensor, slots: int) -> None:
-    """The listed slots exist: a list that overruns would otherwise read other requests' keys without a word."""
+    """The listed slots exist: a list that overruns would otherwise read other requests' keys
+    without a word."""
     listed = int(kv_indptr[-1])
     if listed > kv_indices.shape[0]:
-        raise ArgumentError("kv_indptr", listed, f"ends past the {kv_indices.shape[0]} entries of kv_indices")
+        raise ArgumentError(
+            "kv_indptr", listed, f"ends past the {kv_indices.shape[0]} entries of kv_indices"
+        )
     if listed:
         least, most = (int(bound) for bound in torch.aminmax(kv_indices[:listed]))
         if least < 0 or most >= slots:
@@ -254,11 +285,15 @@ def _options(q: Tensor, kv_indptr: Tensor, **options: Any) -> Options:
     opts = Options(**options)
     window, length = opts.sliding_window, opts.xai_temperature_len
     if window < -1:
-        raise ArgumentError("sliding_window", window, "must be n - 1 for a window of n keys, or -1 for none")
+        raise ArgumentError(
+            "sliding_window", window, "must be n - 1 for a window of n keys, or -1 for none"
+        )
     if length < 2 and length != -1:
         raise ArgumentError("xai_temperature_len", length, "must be at least 2, or -1 for none")
     if opts.xai_temperature_rule not in ("log", "inverse"):
-        raise ArgumentError("xai_temperature_rule", opts.xai_temperature_rule, "use 'log' or 'inverse'")
+        raise ArgumentError(
+            "xai_temperature_rule", opts.xai_temperature_rule, "use 'log' or 'inverse'"
+        )
     if opts.page_size < 1:
         raise ArgumentError("page_size", opts.page_size, "must be at least 1")
     if opts.window_start is not None:
@@ -275,11 +310,18 @@ def _options(q: Tensor, kv_indptr: Tensor, **options: Any) -> Options:
 
 
 def _expect(
-    name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: Sequence[torch.dtype], device: torch.device
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
 ) -> None:
-    """Raise unless `tensor` has this shape (None: any size), one of these dtypes, and lives on `device`."""
+    """Raise unless `tensor` has this shape (None: any size), one of these dtypes, and lives on
+    `device`."""
     fits = tensor.dim() == len(shape)
-    if not fits or any(want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)):
+    if not fits or any(
+        want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
+    ):
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
         raise ArgumentError(name, _shown(tensor), f"must have shape [{wanted}]")
     if tensor.dtype not in dtypes:
@@ -295,15 +337,22 @@ def _expect_ints(name: str, tensor: Tensor, length: int | None, device: torch.de
 
 def _last_dim_dense(name: str, tensor: Tensor) -> None:
     if tensor.stride(-1) != 1:
-        raise ArgumentError(name, _shown(tensor), "its last dimension must be dense; call .contiguous() first")
+        raise ArgumentError(
+            name, _shown(tensor), "its last dimension must be dense; call .contiguous() first"
+        )
 
 
 def _expect_apart(out: Tensor, name: str, read: Tensor) -> None:
-    """Refuse an `out` in the memory of an input; of two strided tensors only the beginnings are compared."""
+    """Refuse an `out` in the memory of an input; of two strided tensors only the beginnings are
+    compared."""
     a, b = out.data_ptr(), read.data_ptr()
-    cross = out.is_contiguous() and read.is_contiguous() and a < b + read.nbytes and b < a + out.nbytes
+    cross = (
+        out.is_contiguous() and read.is_contiguous() and a < b + read.nbytes and b < a + out.nbytes
+    )
     if (a == b or cross) and out.numel() and read.numel():
-        raise ArgumentError("out", _shown(out), f"lies in the memory of {name}, which is read while out is written")
+        raise ArgumentError(
+            "out", _shown(out), f"lies in the memory of {name}, which is read while out is written"
+        )
 
 
 def _shown(tensor: Tensor) -> str:

@@ -1,9 +1,11 @@
-"""How a ragged batch becomes a few rectangular ones, for implementations that want rectangles (PyTorch's).
+"""How a ragged batch becomes a few rectangular ones, for implementations that want rectangles
+(PyTorch's).
 
-Long requests are cut into blocks of queries, each with only the keys it can see; blocks of like size are padded to one
-rectangle, as long as that at most doubles the work and its keys stay within a cache's reach. Padding repeats a key that
-the block sees anyway, so that a masked weight never meets a NaN. All of this depends on lengths and slots only: a model
-computes it once per step for all layers.
+Long requests are cut into blocks of queries, each with only the keys it can see; blocks of like
+size are padded to one rectangle, as long as that at most doubles the work and its keys stay within
+a cache's reach. Padding repeats a key that the block sees anyway, so that a masked weight never
+meets a NaN. All of this depends on lengths and slots only: a model computes it once per step for
+all layers.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from minikv.attention.options import Options
 
 QUERY_BLOCK = 256
 KV_BYTES = 8 << 20
-"""Keys and values gathered at once: beyond this they leave the cache between being copied and being read."""
+"""Keys and values gathered at once: beyond this they leave the cache between being copied and being
+read."""
 CELLS = 1 << 24
 """Scores (queries x keys x heads) at once."""
 SMALL = 1 << 16
@@ -104,8 +107,8 @@ def rectangles(
     Parameters
     ----------
     kv_indptr, kv_indices, qo_indptr, prefix_lens
-        As in the three public functions; None for `qo_indptr` means one query per request (decode), None for
-        `prefix_lens` that all listed keys (in decode: all but the last) are prefix.
+        As in the three public functions; None for `qo_indptr` means one query per request (decode),
+        None for `prefix_lens` that all listed keys (in decode: all but the last) are prefix.
     new_keys
         Whether the new tokens' keys are given as tensors beside the lists.
     token_bytes
@@ -140,7 +143,11 @@ def rectangles(
 
 
 def _blocks(
-    kv_indptr: Tensor, opts: Options, qo_indptr: Tensor | None, prefix_lens: Tensor | None, new_keys: bool
+    kv_indptr: Tensor,
+    opts: Options,
+    qo_indptr: Tensor | None,
+    prefix_lens: Tensor | None,
+    new_keys: bool,
 ) -> list[Block]:
     starts = kv_indptr.tolist()
     rows = list(range(len(starts))) if qo_indptr is None else qo_indptr.tolist()
@@ -193,14 +200,18 @@ def _pad(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectangle:
         listed = _places([b.listed_at for b in blocks], [b.listed for b in blocks], l_at)
         slots = _run(kv_indices[listed])
     if plain and opts.xai_temperature_len < 0 and N == 1 and all(b.keys == L + M for b in blocks):
-        return Rectangle((n, N), rows, None, slots, new)  # what most decode steps are: all see all their keys
+        return Rectangle(
+            (n, N), rows, None, slots, new
+        )  # what most decode steps are: all see all their keys
 
     table = torch.tensor(blocks, device=device)  # int64 [n, 13]
     column = dict(zip(Block._fields, table.T[..., None], strict=True))  # each [n, 1]
     real = None if even else (q_at < column["rows"]).flatten().nonzero().flatten()
     q_in = torch.minimum(q_at, column["rows"] - 1)  # [n, N]: padding sees what the last query sees
     q_pos = column["pos"] + q_in
-    temperature = None if opts.xai_temperature_len < 0 else _temperature(q_pos, column["request"], opts)
+    temperature = (
+        None if opts.xai_temperature_len < 0 else _temperature(q_pos, column["request"], opts)
+    )
     if (
         plain
         and opts.causal
@@ -211,7 +222,9 @@ def _pad(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectangle:
     ):
         return Rectangle((n, N), rows, real, slots, new, triangle=True, temperature=temperature)
 
-    k_pos = torch.cat((column["listed_pos"] + l_at, column["new_pos"] + m_at), 1)[:, None, :]  # [n, 1, T]
+    k_pos = torch.cat((column["listed_pos"] + l_at, column["new_pos"] + m_at), 1)[
+        :, None, :
+    ]  # [n, 1, T]
     seen = torch.cat((l_at < column["listed"], m_at < column["new"]), 1)[:, None, :]
     distance = q_pos[:, :, None] - k_pos  # [n, N, T]
     hidden = dead = None
@@ -232,16 +245,20 @@ def _pad(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectangle:
 
 
 def _places(start: list[int], count: list[int], at: Tensor) -> slice | Tensor:
-    """``start[i] .. start[i] + count[i]``, all padded to the length of `at`; a slice where they follow each other."""
+    """``start[i] .. start[i] + count[i]``, all padded to the length of `at`; a slice where they
+    follow each other."""
     n, longest = len(start), at.shape[0]
-    if all(c == longest for c in count) and all(s == start[0] + i * longest for i, s in enumerate(start)):
+    if all(c == longest for c in count) and all(
+        s == start[0] + i * longest for i, s in enumerate(start)
+    ):
         return slice(start[0], start[0] + n * longest)
     begin, size = torch.tensor((start, count), device=at.device)[..., None]
     return (begin + torch.minimum(at, size - 1)).flatten()
 
 
 def _run(slots: Tensor) -> slice | Tensor:
-    """The same slots as a slice when they count up by one, which needs no copy (looked for on the CPU only)."""
+    """The same slots as a slice when they count up by one, which needs no copy (looked for on the
+    CPU only)."""
     if slots.device.type == "cpu":
         first, count = int(slots[0]), slots.shape[0]
         if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):

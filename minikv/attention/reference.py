@@ -1,7 +1,8 @@
-"""What attention computes, as plainly as it can be written: float64, one request at a time, every option in turn.
+"""What attention computes, as plainly as it can be written: float64, one request at a time, every
+option in turn.
 
-Nothing here is fast. Every implementation is tested against this one function, and this one against numbers worked out
-by hand. It covers all three forms:
+Nothing here is fast. Every implementation is tested against this one function, and this one against
+numbers worked out by hand. It covers all three forms:
 
 =========  =============================================  =====================================================
 form       call                                           keys of a request
@@ -46,7 +47,8 @@ def reference_attention(
     k_cache, v_cache
         Pools [slots, kv_heads, d_qk] and [slots, kv_heads, d_v].
     kv_indptr, kv_indices
-        int [batch + 1] and int [entries]: the slots of request r are ``kv_indices[kv_indptr[r]:kv_indptr[r + 1]]``.
+        int [batch + 1] and int [entries]: the slots of request r are
+        ``kv_indices[kv_indptr[r]:kv_indptr[r + 1]]``.
     k, v
         New keys and values [tokens, kv_heads, d_qk or d_v] (extend form).
     qo_indptr
@@ -54,14 +56,15 @@ def reference_attention(
     prefix_lens
         int [batch]: how many entries of each list are prefix (unified form).
     **options
-        As in ``extend_attention``: sm_scale, causal, logit_cap, sliding_window, window_start, custom_mask, mask_indptr,
-        skip_prefix_mask, sinks, xai_temperature_len, xai_temperature_rule, k_scale, v_scale.
+        As in ``extend_attention``: sm_scale, causal, logit_cap, sliding_window, window_start,
+        custom_mask, mask_indptr, skip_prefix_mask, sinks, xai_temperature_len,
+        xai_temperature_rule, k_scale, v_scale.
 
     Returns
     -------
     out, lse
-        float64 [tokens, q_heads, d_v], and the natural log of the summed exponentials of each row's scores
-        [tokens, q_heads]: -inf (and out 0) for a row without keys.
+        float64 [tokens, q_heads, d_v], and the natural log of the summed exponentials of each row's
+        scores [tokens, q_heads]: -inf (and out 0) for a row without keys.
 
     Examples
     --------
@@ -78,15 +81,24 @@ def reference_attention(
         opts = check_extend(q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, **options)
         rows, prefixes = qo_indptr.tolist(), [starts[r + 1] - starts[r] for r in range(batch)]
     elif qo_indptr is not None and prefix_lens is not None:
-        opts = check_unified(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens, **options)
+        opts = check_unified(
+            q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens, **options
+        )
         rows, prefixes = qo_indptr.tolist(), prefix_lens.tolist()
     elif k is None and v is None and qo_indptr is None and prefix_lens is None:
         opts = check_decode(q, k_cache, v_cache, kv_indptr, kv_indices, **options)
-        rows, prefixes = list(range(batch + 1)), [max(starts[r + 1] - starts[r] - 1, 0) for r in range(batch)]
+        rows, prefixes = (
+            list(range(batch + 1)),
+            [max(starts[r + 1] - starts[r] - 1, 0) for r in range(batch)],
+        )
     else:
-        raise ArgumentError("qo_indptr", qo_indptr, "give k, v and qo_indptr, or qo_indptr and prefix_lens, or none")
+        raise ArgumentError(
+            "qo_indptr", qo_indptr, "give k, v and qo_indptr, or qo_indptr and prefix_lens, or none"
+        )
 
-    out = torch.zeros(q.shape[0], q.shape[1], v_cache.shape[2], dtype=torch.float64, device=q.device)
+    out = torch.zeros(
+        q.shape[0], q.shape[1], v_cache.shape[2], dtype=torch.float64, device=q.device
+    )
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64, device=q.device)
     for r in range(batch):
         mine = slice(rows[r], rows[r + 1])
@@ -94,12 +106,17 @@ def reference_attention(
         keys = k_cache[slots].double() * opts.k_scale  # [listed, kv_heads, d_qk]
         values = v_cache[slots].double() * opts.v_scale
         if k is not None and v is not None:
-            keys, values = torch.cat((keys, k[mine].double())), torch.cat((values, v[mine].double()))
+            keys, values = (
+                torch.cat((keys, k[mine].double())),
+                torch.cat((values, v[mine].double())),
+            )
         out[mine], lse[mine] = _attend(q[mine].double(), keys, values, prefixes[r], r, opts)
     return out, lse
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, prefix: int, r: int, opts: Options) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, prefix: int, r: int, opts: Options
+) -> tuple[Tensor, Tensor]:
     """One request: q [N, Hq, d_qk], keys [T, Hk, d_qk], values [T, Hk, d_v], all float64."""
     new, q_heads, _ = q.shape
     start = 0 if opts.window_start is None else int(opts.window_start[r])
@@ -109,7 +126,10 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, prefix: int, r: int, opts: 
 
     # What no query sees may hold anything, NaN included; 0 * NaN would spread it.
     hidden = ~seen.any(0)
-    keys, values = keys.masked_fill(hidden[:, None, None], 0), values.masked_fill(hidden[:, None, None], 0)
+    keys, values = (
+        keys.masked_fill(hidden[:, None, None], 0),
+        values.masked_fill(hidden[:, None, None], 0),
+    )
     group = q_heads // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
 
@@ -142,7 +162,11 @@ def _seen(q_pos: Tensor, k_pos: Tensor, prefix: int, r: int, opts: Options) -> T
 
 def _temperature(q_pos: Tensor, opts: Options) -> Tensor:
     """float64 [N]: what multiplies the scores of each query."""
-    ones, length, pos = torch.ones_like(q_pos, dtype=torch.float64), opts.xai_temperature_len, q_pos.double()
+    ones, length, pos = (
+        torch.ones_like(q_pos, dtype=torch.float64),
+        opts.xai_temperature_len,
+        q_pos.double(),
+    )
     if length < 0:
         return ones
     if opts.xai_temperature_rule == "log":

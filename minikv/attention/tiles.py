@@ -1,7 +1,8 @@
 """Block sizes: how many queries and keys a program holds at once, per chip, head size and dtype.
 
-A table, not an autotuner: the first call on a new shape is then as fast as the second, results do not depend on
-timings, and a reader sees what was chosen. Measured on an H200; smaller chips get what their shared memory holds.
+A table, not an autotuner: the first call on a new shape is then as fast as the second, results do
+not depend on timings, and a reader sees what was chosen. Measured on an H200; smaller chips get
+what their shared memory holds.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ from dataclasses import dataclass
 
 import torch
 
-SHARED_BYTES = {(7, 5): 65536, (8, 0): 166912, (8, 6): 101376, (8, 7): 166912, (8, 9): 101376, (12, 0): 101376}
+SHARED_BYTES = {
+    (7, 5): 65536,
+    (8, 0): 166912,
+    (8, 6): 101376,
+    (8, 7): 166912,
+    (8, 9): 101376,
+    (12, 0): 101376,
+}
 SHARED_BYTES_SM90 = 232448  # also what is assumed of chips that are newer and not listed
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Launch shape of one kernel: tile of `block_m` queries by `block_n` keys, warps, tiles in flight.
+    """Launch shape of one kernel: tile of `block_m` queries by `block_n` keys, warps, tiles in
+    flight.
 
-    `descriptors`: load whole tiles of new keys and values, and of pages that hold whole tiles, through host-made tensor
-    descriptors.
+    `descriptors`: load whole tiles of new keys and values, and of pages that hold whole tiles,
+    through host-made tensor descriptors.
     """
 
     block_m: int
@@ -41,7 +50,8 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def head_blocks(d: int) -> tuple[int, int]:
-    """Cut a head of `d` columns into a power of two and, where that wastes less, a smaller power of two; 0 is none.
+    """Cut a head of `d` columns into a power of two and, where that wastes less, a smaller power of
+    two; 0 is none.
 
     Examples
     --------
@@ -63,11 +73,14 @@ def power_of_two(n: int) -> int:
 # --- extend ---
 
 
-def grid_places(tokens: int, batch: int, block_m: int, extra: int, max_len: int | None) -> tuple[bool, int]:
+def grid_places(
+    tokens: int, batch: int, block_m: int, extra: int, max_len: int | None
+) -> tuple[bool, int]:
     """Shape of the grid: (compact?, places along its middle axis).
 
-    The plain grid has ``batch`` columns of the longest request's tiles, most of them empty in a ragged batch. The
-    compact one lays all requests' tiles end to end (see ``find_request``): that costs a search, but no longest length.
+    The plain grid has ``batch`` columns of the longest request's tiles, most of them empty in a
+    ragged batch. The compact one lays all requests' tiles end to end (see ``find_request``): that
+    costs a search, but no longest length.
     """
     compact = tokens // block_m + extra * batch
     if max_len is None:
@@ -77,7 +90,8 @@ def grid_places(tokens: int, batch: int, block_m: int, extra: int, max_len: int 
 
 
 def prefix_splits(processors: int, programs: int, mean_prefix: int, block_n: int) -> int:
-    """Into how many parts to cut the prefix: 1, unless there are too few query tiles to fill the chip."""
+    """Into how many parts to cut the prefix: 1, unless there are too few query tiles to fill the
+    chip."""
     if programs > processors:
         return 1
     return max(1, min(16, 2 * processors // programs, mean_prefix // (8 * block_n)))
@@ -85,21 +99,28 @@ def prefix_splits(processors: int, programs: int, mean_prefix: int, block_n: int
 
 @functools.cache
 def extend_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of the two-stage kernel. On Hopper two programs share a processor up to 128 columns: 115,712 bytes each."""
+    """Tiles of the two-stage kernel. On Hopper two programs share a processor up to 128 columns:
+    115,712 bytes each."""
     widest = max(d_qk, d_v)
     if capability >= (9, 0) and dtype.itemsize == 2 and widest <= 192 and d_v <= 128:
         if widest <= 64:
             return Tiles(64, 128, 4, 3, descriptors=True)
-        return Tiles(64, 64, 4, 3, descriptors=True) if widest <= 128 else Tiles(128, 64, 8, 3, descriptors=True)
+        return (
+            Tiles(64, 64, 4, 3, descriptors=True)
+            if widest <= 128
+            else Tiles(128, 64, 8, 3, descriptors=True)
+        )
     return unified_tiles(capability, d_qk, d_v, dtype)
 
 
 @functools.cache
 def unified_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch.dtype) -> Tiles:
-    """Tiles of the unified kernel: block sizes depend on head dims and dtype only, since they fix the bits.
+    """Tiles of the unified kernel: block sizes depend on head dims and dtype only, since they fix
+    the bits.
 
-    Only the tiles in flight follow the chip. The exception is sm75, where Triton has no tensor-core path: there, as
-    with fp32, every product of a tile is an instruction of its own, so tiles are small.
+    Only the tiles in flight follow the chip. The exception is sm75, where Triton has no tensor-core
+    path: there, as with fp32, every product of a tile is an instruction of its own, so tiles are
+    small.
     """
     columns = sum(head_blocks(d_qk)) + max(16, power_of_two(d_v))
     if dtype.itemsize == 4 or capability < (8, 0):
@@ -109,10 +130,15 @@ def unified_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch
         return Tiles(32, 32, 8, 1)
     hopper, wide = capability >= (9, 0), 256 < columns <= 320
     block_m, block_n = 128 if wide else 64, 64 if columns <= 320 else 32
-    free = shared_bytes(capability) // (2 if hopper and columns <= 256 else 1)  # two programs share a processor
+    free = shared_bytes(capability) // (
+        2 if hopper and columns <= 256 else 1
+    )  # two programs share a processor
     held = 2 * block_n * columns
-    stages = max(1, min(3 if columns <= 320 else 2, (free - 2 * block_m * sum(head_blocks(d_qk))) // held))
-    # With a tail block, 8 warps, few rows and an fp8 pool, Triton 3.6 compiles the tail's product to wild reads.
+    stages = max(
+        1, min(3 if columns <= 320 else 2, (free - 2 * block_m * sum(head_blocks(d_qk))) // held)
+    )
+    # With a tail block, 8 warps, few rows and an fp8 pool, Triton 3.6 compiles the tail's product
+    # to wild reads.
     few = not wide and (columns <= 256 or head_blocks(d_qk)[1] > 0)
     return Tiles(block_m, block_n, 4 if few else 8, stages, descriptors=hopper and columns <= 320)
 
@@ -135,8 +161,8 @@ class DecodeTiles:
     resident
         Programs that a processor holds at once.
     crowded
-        What to use for a batch that fills more than the chip with these tiles, but not with those: smaller programs, of
-        which all requests' are held at once.
+        What to use for a batch that fills more than the chip with these tiles, but not with those:
+        smaller programs, of which all requests' are held at once.
     min_tiles
         Least key tiles of a part.
     """
@@ -152,7 +178,10 @@ class DecodeTiles:
 
     def for_programs(self, programs: int, processors: int) -> DecodeTiles:
         """These tiles, or the ones for a crowded chip, for a batch of so many uncut programs."""
-        if self.crowded and self.resident * processors < programs <= self.crowded.resident * processors:
+        if (
+            self.crowded
+            and self.resident * processors < programs <= self.crowded.resident * processors
+        ):
             return self.crowded
         return self
 
@@ -163,24 +192,36 @@ class DecodeTiles:
 
 @functools.cache
 def decode_tiles(
-    capability: tuple[int, int], d_qk: int, d_v: int, group: int, item_bytes: int, values_in_keys: bool
+    capability: tuple[int, int],
+    d_qk: int,
+    d_v: int,
+    group: int,
+    item_bytes: int,
+    values_in_keys: bool,
 ) -> DecodeTiles:
-    """Tiles of the decode kernel: by chip and head shape only, so a fixed split gives the same bits in any batch.
+    """Tiles of the decode kernel: by chip and head shape only, so a fixed split gives the same bits
+    in any batch.
 
-    `group` query heads share a KV head of `item_bytes` per number; `values_in_keys`: no values are read besides (MLA).
+    `group` query heads share a KV head of `item_bytes` per number; `values_in_keys`: no values are
+    read besides (MLA).
     """
     columns = sum(head_blocks(d_qk)) + (0 if values_in_keys else max(16, power_of_two(d_v)))
     key_bytes, block_h = columns * item_bytes, min(max(16, power_of_two(group)), 64)
     small = shared_bytes(capability) < 128 * 1024
     if item_bytes == 4:  # without tensor cores a dot lives in registers
-        return DecodeTiles(16, 64, 4, 3) if key_bytes <= 512 else DecodeTiles(16, 16, 4 if columns <= 512 else 8, 2)
+        return (
+            DecodeTiles(16, 64, 4, 3)
+            if key_bytes <= 512
+            else DecodeTiles(16, 16, 4 if columns <= 512 else 8, 2)
+        )
     if columns > 512:  # MLA
         wide = DecodeTiles(min(block_h, 32), 32, 8, 2, per_processor=1, resident=1)
         return wide if small else DecodeTiles(block_h, 64, 8, 2, per_processor=1, resident=1)
     if capability < (8, 0):  # no asynchronous copies: a tile passes through registers
         return DecodeTiles(block_h, 32, 4, 2)
-    # Two tiles in flight per program, a few programs per processor. With at least 32 keys per warp each thread loads
-    # one slot; with fewer, every thread would load all the slots that it needs, and wait for them.
+    # Two tiles in flight per program, a few programs per processor. With at least 32 keys per warp
+    # each thread loads one slot; with fewer, every thread would load all the slots that it needs,
+    # and wait for them.
     if block_h > 16 or item_bytes == 1 or key_bytes > 512:
         return DecodeTiles(block_h, 64 if key_bytes <= (384 if small else 640) else 32, 4, 3)
     if small:
@@ -192,4 +233,8 @@ def decode_tiles(
 
 def processors_of(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; the interpreter counts as one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )

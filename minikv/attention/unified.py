@@ -1,4 +1,5 @@
-"""Extend attention in one loop: prefix and new tokens from the pool through one list, the same bits for any batch."""
+"""Extend attention in one loop: prefix and new tokens from the pool through one list, the same bits
+for any batch."""
 
 from __future__ import annotations
 
@@ -7,12 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minikv._triton import tl, triton
-from minikv.attention import descriptors, options, torch_path
+from minikv.attention import cpu, descriptors, options
 from minikv.attention.extend import RULES
-from minikv.attention.inner import attend, find_request, head_columns, load_rows, row_factor, store_rows, tile_range
-from minikv.attention.tiles import capability_of, grid_places, head_blocks, power_of_two, unified_tiles
+from minikv.attention.softmax import (
+    attend,
+    find_request,
+    head_columns,
+    load_rows,
+    row_factor,
+    store_rows,
+    tile_range,
+)
+from minikv.attention.tiles import (
+    capability_of,
+    grid_places,
+    head_blocks,
+    power_of_two,
+    unified_tiles,
+)
 from minikv.device import refuse_interpreted_bf16, use_triton
+from minikv.kernels.triton import tl, triton
 
 
 def extend_attention_unified(
@@ -25,13 +40,14 @@ def extend_attention_unified(
     k_scale: float = 1.0, v_scale: float = 1.0, page_size: int = 1, max_extend_len: int | None = None,
     return_lse: bool = False, plan: Any = None, out: Tensor | None = None, backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of new tokens over one list of slots that covers prefix and new tokens (their K and V already written).
+    """Attention of new tokens over one list of slots that covers prefix and new tokens (their K and
+    V already written).
 
-    The Triton kernel gives a request the same bits whatever else is in the batch and wherever its prefix ends: tiles of
-    queries and keys begin at multiples of the tile size counted from position 0, their sizes depend on head dims and
-    dtype only, and tiles are added in one fixed order. So a cold run, a run after a cache hit and a chunked run agree
-    bit for bit. (The idea of batch-invariant kernels: Thinking Machines, "Defeating Nondeterminism in LLM Inference",
-    2025.)
+    The Triton kernel gives a request the same bits whatever else is in the batch and wherever its
+    prefix ends: tiles of queries and keys begin at multiples of the tile size counted from position
+    0, their sizes depend on head dims and dtype only, and tiles are added in one fixed order. So a
+    cold run, a run after a cache hit and a chunked run agree bit for bit. (The idea of
+    batch-invariant kernels: Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025.)
 
     Parameters
     ----------
@@ -42,20 +58,22 @@ def extend_attention_unified(
     qo_indptr
         int ``[batch + 1]``: where each request's new tokens begin and end in q.
     kv_indptr, kv_indices
-        int ``[batch + 1]`` and the slots of prefix and new tokens, as ``build_unified_kv_indices`` makes
-        them.
+        int ``[batch + 1]`` and the slots of prefix and new tokens, as ``build_unified_kv_indices``
+        makes them.
     prefix_lens
         int ``[batch]``: how many entries of each list are the prefix.
     k_scale, v_scale
         Multiply everything that is read, since everything is read from the pool.
-    sm_scale, causal, logit_cap, sliding_window, window_start, custom_mask, mask_indptr, skip_prefix_mask, sinks, \
+    sm_scale, causal, logit_cap, sliding_window, window_start, custom_mask, mask_indptr,
+    skip_prefix_mask, sinks, \
 xai_temperature_len, xai_temperature_rule, page_size, max_extend_len, return_lse, plan, out, backend
         As in :func:`minikv.attention.extend.extend_attention`.
 
     Returns
     -------
     Tensor or (Tensor, Tensor)
-        ``[tokens, q_heads, d_v]`` in q's dtype, and the log-sum-exp ``[tokens, q_heads]`` if asked for.
+        ``[tokens, q_heads, d_v]`` in q's dtype, and the log-sum-exp ``[tokens, q_heads]`` if asked
+        for.
 
     Raises
     ------
@@ -71,12 +89,15 @@ xai_temperature_len, xai_temperature_rule, page_size, max_extend_len, return_lse
     >>> extend_attention_unified(q, pool, pool, *lists)[:, 0, 0].tolist()
     [5.0, 4.2...]
     """
-    settings, tensors = options.given(locals()), (q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens)
+    settings, tensors = (
+        options.given(locals()),
+        (q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens),
+    )
     opts = options.check_unified(*tensors, max_extend_len=max_extend_len, out=out, **settings)
     if not use_triton(backend, q.device):
         lists = {"qo_indptr": qo_indptr, "prefix_lens": prefix_lens}
-        parts = torch_path.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, **lists)
-        return torch_path.run(parts, q, k_cache, v_cache, opts, return_lse, out)
+        parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, **lists)
+        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out)
     refuse_interpreted_bf16(q=q, k_cache=k_cache)
     return launch_unified(*tensors, opts, max_extend_len, return_lse, out)
 
@@ -90,7 +111,9 @@ def launch_unified(
     tokens, q_heads, d = q.shape
     batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
     o = torch.empty((tokens, q_heads, d_v), dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    lse = (
+        torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+    )
     if tokens == 0 or batch == 0:
         return o if lse is None else (o, lse)
     tiles = unified_tiles(capability_of(q.device), d, d_v, q.dtype)
@@ -125,9 +148,11 @@ def unified_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, RULE: tl.constexpr, MASK: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
-    """One program: one query head, the queries of one request at positions ``tile * BLOCK_M ..``, all keys they see.
+    """One program: one query head, the queries of one request at positions ``tile * BLOCK_M ..``,
+    all keys they see.
 
-    ``o = sum_j softmax_j(cap(scale * q . k_j)) v_j``, keys in tiles that begin at multiples of BLOCK_N::
+    ``o = sum_j softmax_j(cap(scale * q . k_j)) v_j``, keys in tiles that begin at multiples of
+    BLOCK_N::
 
         position   0          BLOCK_N    2 BLOCK_N   prefix = P      P + new
                    +----------+----------+-----------:----+----------:
@@ -136,8 +161,9 @@ def unified_kernel(
         tile 2     | no mask  | no mask  | no mask   :no m|   mask   :   rows past P + new neither
                    +----------+----------+-----------:----+----------:
 
-    Where P lies decides which rows of a tile are stored, never what a row computes: which tiles are masked depends on
-    positions alone, tiles without masks come first, and a tile whose keys are all masked changes nothing.
+    Where P lies decides which rows of a tile are stored, never what a row computes: which tiles are
+    masked depends on positions alone, tiles without masks come first, and a tile whose keys are all
+    masked changes nothing.
     """
     head = tl.program_id(0)
     place = tl.program_id(1)
@@ -165,18 +191,26 @@ def unified_kernel(
     q_pos = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = q_pos - q_first
     live = (rows >= 0) & (rows < new)
-    q_pos = tl.maximum(q_pos, q_first)  # rows before P ask for no key that the first query does not see
+    q_pos = tl.maximum(
+        q_pos, q_first
+    )  # rows before P ask for no key that the first query does not see
     mask_rows = rows
     if MASK > 0:
         mask_start = tl.load(mask_indptr + request).to(tl.int64) - start
-        mask_rows = custom_mask + mask_start + tl.minimum(tl.maximum(rows, 0), new - 1).to(tl.int64) * listed
+        mask_rows = (
+            custom_mask
+            + mask_start
+            + tl.minimum(tl.maximum(rows, 0), new - 1).to(tl.int64) * listed
+        )
 
     columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
     q_rows = (q_start + rows).to(tl.int64) * stride_qt
     q_tile = load_rows(q + head * stride_qh, q_rows, columns, live, D, BLOCK_D)
     q_tail = q_tile
     if BLOCK_TAIL > 0:
-        q_tail = load_rows(q + head * stride_qh, q_rows, tail_columns, live, D, BLOCK_D + BLOCK_TAIL)
+        q_tail = load_rows(
+            q + head * stride_qh, q_rows, tail_columns, live, D, BLOCK_D + BLOCK_TAIL
+        )
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -213,4 +247,18 @@ def unified_kernel(
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
     token = (q_start + rows).to(tl.int64)
-    store_rows(acc * v_scale, m_i, l_i, sink, out, lse, token, head, live, stride_ot, stride_oh, DV, BLOCK_DV)
+    store_rows(
+        acc * v_scale,
+        m_i,
+        l_i,
+        sink,
+        out,
+        lse,
+        token,
+        head,
+        live,
+        stride_ot,
+        stride_oh,
+        DV,
+        BLOCK_DV,
+    )

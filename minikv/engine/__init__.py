@@ -1,8 +1,9 @@
-"""Floor 5: from prompts to tokens. Requests wait, are put into batches, run, are sampled, and their text streams out.
+"""Floor 5: from prompts to tokens. Requests wait, are put into batches, run, are sampled, and their
+text streams out.
 
-Read in this order: ``params`` and ``request`` (what travels), ``scheduler`` (who runs next), ``sampler`` (which token),
-``grammar`` (which tokens may come), ``text`` (tokens to text), ``llm`` (the loop that joins them), ``events`` and
-``stats`` (what can be measured).
+Read in this order: ``params`` and ``request`` (what travels), ``scheduler`` (who runs next),
+``sampler`` (which token), ``grammar`` (which tokens may come), ``text`` (tokens to text), ``llm``
+(the loop that joins them), ``events`` and ``stats`` (what can be measured).
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "Sampler"):  # on first use: the scheduler alone needs neither models nor kernels
+    if name in (
+        "LLM",
+        "Sampler",
+    ):  # on first use: the scheduler alone needs neither models nor kernels
         return getattr(import_module(f"minikv.engine.{name.lower()}"), name)
     raise AttributeError(f"module 'minikv.engine' has no attribute {name!r}")

@@ -1,10 +1,11 @@
-"""Launching a decode step before the tokens of the one before it are read, so that the device never waits for Python.
+"""Launching a decode step before the tokens of the one before it are read, so that the device never
+waits for Python.
 
-A greedy step of the same requests needs nothing from the host but, now and then, a new page: all else is one more than
-in the step before, and its token ids are that step's output. So the graph's inputs are moved on where they lie
-(:mod:`minikv.graphs.advance`), and the graph is replayed. If a request turns out to have ended, its row of the step
-ahead was computed for nobody, into a slot that is freed with the request's others. SGLang's and vLLM's overlapped
-schedulers do the same.
+A greedy step of the same requests needs nothing from the host but, now and then, a new page: all
+else is one more than in the step before, and its token ids are that step's output. So the graph's
+inputs are moved on where they lie (:mod:`minikv.engine.advance`), and the graph is replayed. If a
+request turns out to have ended, its row of the step ahead was computed for nobody, into a slot that
+is freed with the request's others. SGLang's and vLLM's overlapped schedulers do the same.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Flight:
     batch, out
         The step, and the tokens it chooses (on the device).
     inputs
-        The graph's, by name; the batch's `token_ids` and `out_slots` are the first rows of them. They hold this step
-        until the next one is launched.
+        The graph's, by name; the batch's `token_ids` and `out_slots` are the first rows of them.
+        They hold this step until the next one is launched.
     left
         Tokens that each of its requests may still get, this step's included.
     read
@@ -50,15 +51,19 @@ class Flight:
 
 
 class Landing:
-    """Two places of pinned memory for tokens on their way back: one is read while the next is written."""
+    """Two places of pinned memory for tokens on their way back: one is read while the next is
+    written."""
 
     def __init__(self, device: torch.device, most: int) -> None:
         self._on_cuda = device.type == "cuda"
-        self._places = [torch.empty(most, dtype=torch.int64, pin_memory=self._on_cuda) for _ in range(2)]
+        self._places = [
+            torch.empty(most, dtype=torch.int64, pin_memory=self._on_cuda) for _ in range(2)
+        ]
         self._arrived = [torch.cuda.Event() for _ in self._places] if self._on_cuda else []
 
     def send(self, out: Tensor) -> Callable[[], list[int]]:
-        """Send tokens on their way, before anything overwrites them; what is launched later does not delay them."""
+        """Send tokens on their way, before anything overwrites them; what is launched later does
+        not delay them."""
         self._places.reverse()
         self._arrived.reverse()
         place = self._places[0][: out.shape[0]]
@@ -76,10 +81,11 @@ class Landing:
 
 
 class Ahead:
-    """Takes an engine's steps as ``LLM._advance`` does, but overlaps the greedy decode steps of the same requests.
+    """Takes an engine's steps as ``LLM._advance`` does, but overlaps the greedy decode steps of the
+    same requests.
 
-    `flight` is the step that was launched before its turn, if there is one. On a CPU it is not `enabled`: there is no
-    device that could work meanwhile.
+    `flight` is the step that was launched before its turn, if there is one. On a CPU it is not
+    `enabled`: there is no device that could work meanwhile.
     """
 
     def __init__(self, llm: LLM, most: int) -> None:
@@ -87,7 +93,8 @@ class Ahead:
         self.enabled, self.flight = llm.device.type == "cuda", None
 
     def advance(self) -> None:
-        """One step; the one after it is launched before this one's tokens are read, where it can be."""
+        """One step; the one after it is launched before this one's tokens are read, where it can
+        be."""
         if self.flight is None and not self._steady():
             self.llm._advance()
         else:
@@ -99,7 +106,8 @@ class Ahead:
             self._step(more=False)
 
     def _steady(self) -> bool:
-        """Whether the next step is a greedy decode in a graph, for which nobody joins, leaves or loses pages."""
+        """Whether the next step is a greedy decode in a graph, for which nobody joins, leaves or
+        loses pages."""
         llm, now = self.llm, self.llm.scheduler
         if not self.enabled or not now.running or not now.nobody_joins or not now.decodes_fit:
             return False
@@ -130,18 +138,28 @@ class Ahead:
         out, n = llm._forward(batch, "greedy"), len(batch.requests)
         inputs = runner.views(runner.bucket(n), "greedy")
         batch.token_ids, batch.out_slots = inputs["token_ids"][:n], inputs["out_slots"][:n]
-        return Flight(batch, out, inputs, min(r.capacity - r.length for r in batch.requests), self.landing.send(out))
+        return Flight(
+            batch,
+            out,
+            inputs,
+            min(r.capacity - r.length for r in batch.requests),
+            self.landing.send(out),
+        )
 
     def _follow(self, flight: Flight) -> Flight | None:
-        """Launch the step after one whose tokens are not known yet; None where that step may change who runs.
+        """Launch the step after one whose tokens are not known yet; None where that step may change
+        who runs.
 
-        It may when somebody can join, when a request will have all its tokens, or when there are no pages left.
+        It may when somebody can join, when a request will have all its tokens, or when there are no
+        pages left.
         """
         last, inputs, now, runner = flight.batch, flight.inputs, self.llm.scheduler, self.llm.runner
         if not now.nobody_joins or flight.left < 2 or now.running != last.requests:
             return None
         n, lens, slots = len(last.requests), last.seq_lens + 1, None
-        if pages := n - np.count_nonzero(last.seq_lens.numpy() % now.page_size):  # so many begin one
+        if pages := n - np.count_nonzero(
+            last.seq_lens.numpy() % now.page_size
+        ):  # so many begin one
             if not now.make_room(pages * now.page_size):
                 return None
             slots = now.allocator.alloc_decode(lens, last.out_slots)
@@ -159,7 +177,10 @@ class Ahead:
             return batch, tokens
         live = [i for i, r in enumerate(batch.requests) if r.state is State.RUNNING]
         at = torch.tensor(live, dtype=torch.int64)
-        parts = {name: getattr(batch, name)[at] for name in ("positions", "rows", "prefix_lens", "seq_lens")}
+        parts = {
+            name: getattr(batch, name)[at]
+            for name in ("positions", "rows", "prefix_lens", "seq_lens")
+        }
         requests = [batch.requests[i] for i in live]
         batch = replace(batch, requests=requests, sampled=requests, logits_at=torch.arange(len(live)),
                         out_slots=batch.out_slots[at.to(batch.out_slots.device)], **parts)  # fmt: skip

@@ -12,15 +12,16 @@ from minikv.engine.request import Request
 
 @dataclass
 class Batch:
-    """Requests of one step with everything the model needs; the tokens of the requests lie end to end.
+    """Requests of one step with everything the model needs; the tokens of the requests lie end to
+    end.
 
     All tensors are int64 on the CPU, except `out_slots`, which stays where the allocator put it.
 
     Parameters
     ----------
     kind
-        ``"decode"``: one new token per request. ``"extend"``: the tokens from `prefix_lens` to `seq_lens` of each (in
-        mixed batches some of these are decodes of length 1).
+        ``"decode"``: one new token per request. ``"extend"``: the tokens from `prefix_lens` to
+        `seq_lens` of each (in mixed batches some of these are decodes of length 1).
     requests
         In batch order, n of them.
     token_ids, positions
@@ -35,7 +36,7 @@ class Batch:
         `[len(sampled)]` index in `token_ids` of the last token of each sampled request.
     knobs, mask
         What a graph that samples reads: float64 `[n * 5]` and int32 `[n * ceil(vocab / 32)]`, see
-        :mod:`minikv.graphs.sampling`; None where its variant has no use for them.
+        :mod:`minikv.engine.sampling`; None where its variant has no use for them.
     """
 
     kind: Literal["decode", "extend"]

@@ -15,9 +15,11 @@ from minikv.engine.params import integer, number
 from minikv.errors import ArgumentError
 from minikv.memory import KVPool, MLAPool, plan_size
 from minikv.models import ModelConfig
-from minikv.models.load import DTYPES
+from minikv.models.files.load import DTYPES
 
-CPU_POOL = 2 << 30  # bytes that a pool on a CPU takes at most, unless asked for more: it is zeroed, so really taken
+CPU_POOL = (
+    2 << 30
+)  # bytes that a pool on a CPU takes at most, unless asked for more: it is zeroed, so really taken
 KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
 REMEDIES = {
     "page_size": "must be an integer between 1 and 256",
@@ -30,7 +32,8 @@ REMEDIES = {
 
 
 def check_options(attention: Any, graphs: Any, **sizes: Any) -> list[Any]:
-    """Raise ArgumentError for what no engine can be built with, before a model is loaded for it; sizes as numbers."""
+    """Raise ArgumentError for what no engine can be built with, before a model is loaded for it;
+    sizes as numbers."""
     if not isinstance(attention, str) or attention not in ("auto", "triton", "torch"):
         raise ArgumentError("attention", attention, "use 'auto', 'triton' or 'torch'")
     if not isinstance(graphs, bool | np.bool_ | str) or graphs not in (True, False, "auto"):
@@ -42,9 +45,13 @@ def check_options(attention: Any, graphs: Any, **sizes: Any) -> list[Any]:
         if size is None or not 1 <= size < (257 if name == "page_size" else math.inf):
             raise ArgumentError(name, value, REMEDIES[name])
     if sizes["kv_tokens"] is not None and sizes["kv_memory"] is not None:
-        raise ArgumentError("kv_memory", sizes["kv_memory"], "give kv_tokens or kv_memory, not both")
+        raise ArgumentError(
+            "kv_memory", sizes["kv_memory"], "give kv_tokens or kv_memory, not both"
+        )
     if sizes["kv_tokens"] is not None and sizes["kv_tokens"] < sizes["page_size"]:
-        raise ArgumentError("kv_tokens", sizes["kv_tokens"], f"is less than one page of {sizes['page_size']} tokens")
+        raise ArgumentError(
+            "kv_tokens", sizes["kv_tokens"], f"is less than one page of {sizes['page_size']} tokens"
+        )
     return list(sizes.values())
 
 
@@ -57,7 +64,8 @@ def check_seed(seed: Any) -> int:
 
 
 def check_room(argument: str, value: Any, need: int, device: torch.device) -> None:
-    """Raise ArgumentError where `need` bytes are more than what is free: asking for them could end the process."""
+    """Raise ArgumentError where `need` bytes are more than what is free: asking for them could end
+    the process."""
     free = memory_facts(device).free
     if need > free:
         needs = f"needs {min(need, 2**99) / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free on {device}"
@@ -81,13 +89,15 @@ def build_pool(
     kv_memory: float | None,
     most: int,
 ) -> tuple[KVPool | MLAPool, int]:
-    """The KV pool and its size in tokens: `kv_tokens`, or what `kv_memory` bytes hold, or a quarter of the free
-    memory, and then no more than `most` tokens, nor 2 GiB on a CPU."""
+    """The KV pool and its size in tokens: `kv_tokens`, or what `kv_memory` bytes hold, or a quarter
+    of the free memory, and then no more than `most` tokens, nor 2 GiB on a CPU."""
     per_token = config.kv_bytes_per_token(dtype)
     if kv_tokens is None:
         try:
             memory = None if kv_memory is None else int(kv_memory)
-            kv_tokens = plan_size(memory, bytes_per_token=per_token, page_size=page_size, device=device)
+            kv_tokens = plan_size(
+                memory, bytes_per_token=per_token, page_size=page_size, device=device
+            )
         except ArgumentError as e:
             raise ArgumentError("kv_memory", e.value, e.remedy) from None
         if kv_memory is None:
@@ -98,11 +108,14 @@ def build_pool(
     if config.mla is not None:
         shape = (config.num_layers, config.mla.kv_lora_rank, config.mla.rope_dim)
         return MLAPool(kv_tokens, page_size, *shape, dtype, device), kv_tokens
-    return KVPool(kv_tokens, page_size, config.num_layers, config.kv_heads, config.head_dim, dtype, device), kv_tokens
+    return KVPool(
+        kv_tokens, page_size, config.num_layers, config.kv_heads, config.head_dim, dtype, device
+    ), kv_tokens
 
 
 class EagerRunner:
-    """Runs each decode step as it is: what graph runners fall back to, with the same interface and counters."""
+    """Runs each decode step as it is: what graph runners fall back to, with the same interface and
+    counters."""
 
     variants = ("logits",)
 
@@ -117,12 +130,13 @@ class EagerRunner:
 
 
 def pick_runner(graphs: Any, step: Callable[[Batch], torch.Tensor], **parts: Any) -> Any:
-    """The decode runner that ``graphs=`` asks for; eager where graphs are not to be had and "auto" leaves the choice.
+    """The decode runner that ``graphs=`` asks for; eager where graphs are not to be had and "auto"
+    leaves the choice.
 
-    Graphs also choose the tokens, in the variants of :mod:`minikv.graphs.sampling`.
+    Graphs also choose the tokens, in the variants of :mod:`minikv.engine.sampling`.
     """
     if not graphs:
         return EagerRunner(step)
-    from minikv.graphs import decode_runner
+    from minikv.engine.step import decode_runner
 
     return decode_runner(choice=graphs, **parts) or EagerRunner(step)

@@ -1,8 +1,9 @@
 """What happened, one event per line of JSON, and the metrics that follow from it.
 
-Six events, each with its time `t` in seconds: ``add`` (id, prompt_tokens), ``admit`` (id, cached_tokens, again),
-``step`` (kind, extends: [id, new tokens] pairs, decodes: ids, sampled: ids that got a token, waiting, running,
-available, evictable, size), ``retract`` (id), ``finish`` (id, reason, generated), ``refuse`` (error).
+Six events, each with its time `t` in seconds: ``add`` (id, prompt_tokens), ``admit`` (id,
+cached_tokens, again), ``step`` (kind, extends: [id, new tokens] pairs, decodes: ids, sampled: ids
+that got a token, waiting, running, available, evictable, size), ``retract`` (id), ``finish`` (id,
+reason, generated), ``refuse`` (error).
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ class EventLog:
         Called with each event, a dict.
     """
 
-    def __init__(self, path: str | Path | None = None, listeners: Iterable[Callable[[dict], None]] = ()) -> None:
+    def __init__(
+        self, path: str | Path | None = None, listeners: Iterable[Callable[[dict], None]] = ()
+    ) -> None:
         try:
-            self._file = None if path is None else open(os.fspath(path), "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self._file = None
+            if path is not None:
+                self._file = open(os.fspath(path), "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         except (OSError, TypeError, ValueError) as e:
             reason = getattr(e, "strerror", None) or e
             remedy = f"cannot be appended to ({reason}); name a file in a folder that exists"
@@ -42,7 +47,8 @@ class EventLog:
         self.listeners = list(listeners)
 
     def __call__(self, event: str, **fields: Any) -> None:
-        """Tell everybody. Whoever fails gets no more events and a warning: requests do not suffer for it."""
+        """Tell everybody. Whoever fails gets no more events and a warning: requests do not suffer
+        for it."""
         record = {"t": time.perf_counter(), "event": event, **fields}
         for listen in list(self.listeners):
             try:
@@ -93,7 +99,8 @@ class RequestMetrics(Moments):
 
 
 def request_metrics(events: Iterable[dict]) -> dict[int, RequestMetrics]:
-    """Everything about each request, from the events of one engine alone (another one's ids begin at 1 again).
+    """Everything about each request, from the events of one engine alone (another one's ids begin
+    at 1 again).
 
     Examples
     --------

@@ -1,7 +1,8 @@
 """Output that keeps to a grammar: before each token, which ones may come next.
 
-A parser follows the output of each request and packs what it allows into one bit per token; the sampler forbids the
-rest. The parser and its index over the vocabulary are `llguidance` (Microsoft, MIT licence), an optional package.
+A parser follows the output of each request and packs what it allows into one bit per token; the
+sampler forbids the rest. The parser and its index over the vocabulary are `llguidance` (Microsoft,
+MIT licence), an optional package.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def check_schema(schema: Any) -> str:
     if not good:
         raise ArgumentError("json_schema", schema, "give a JSON schema, as a dict or as JSON text")
     if find_spec("llguidance") is None:
-        raise ArgumentError("json_schema", schema, f"needs the package llguidance; install it with: {INSTALL}")
+        raise ArgumentError(
+            "json_schema", schema, f"needs the package llguidance; install it with: {INSTALL}"
+        )
     return text
 
 
@@ -59,7 +62,7 @@ class Grammars:
 
     Examples
     --------
-    >>> from minikv.models.tokenizer import ByteTokenizer
+    >>> from minikv.models.files.tokenizer import ByteTokenizer
     >>> grammar = Grammars(ByteTokenizer(), 512).start({"enum": [True, None]})
     >>> mask = np.zeros(grammar.words, np.int32)
     >>> grammar.fill(mask)
@@ -93,7 +96,9 @@ class Grammars:
                 refused = parser.get_error() if parser.is_error() else ""
             except (KeyboardInterrupt, MemoryError):
                 raise
-            except BaseException as e:  # it has errors of several kinds, and a panic is not even an Exception
+            except (
+                BaseException
+            ) as e:  # it has errors of several kinds, and a panic is not even an Exception
                 refused = str(e) or type(e).__name__
             if refused:
                 raise ArgumentError("json_schema", schema, f"is refused: {refused.splitlines()[0]}")
@@ -107,7 +112,11 @@ class Grammars:
             from llguidance import LLTokenizer, TokenizerWrapper
 
             backend = getattr(self.tokenizer, "backend", None)
-            source = TokenizerWrapper(_Bytes(self.tokenizer, self.vocab_size)) if backend is None else backend.to_str()
+            source = (
+                TokenizerWrapper(_Bytes(self.tokenizer, self.vocab_size))
+                if backend is None
+                else backend.to_str()
+            )
             stops = sorted(self.tokenizer.eos_ids)
             self._vocabulary = LLTokenizer(source, n_vocab=self.vocab_size, eos_token=stops)
         return self._vocabulary
@@ -124,14 +133,19 @@ class Grammar:
         self._parser.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
     def accept(self, token: int) -> bool:
-        """Go on by a token; True when the output ends with it: it is complete, or the parser gave up (`error`)."""
+        """Go on by a token; True when the output ends with it: it is complete, or the parser gave
+        up (`error`)."""
         self._parser.consume_token(token)
         return self._parser.is_stopped()
 
     @property
     def error(self) -> str | None:
         """Why the parser gave up, if it did."""
-        return f"json_schema: {self._parser.get_error().splitlines()[0]}" if self._parser.is_error() else None
+        return (
+            f"json_schema: {self._parser.get_error().splitlines()[0]}"
+            if self._parser.is_error()
+            else None
+        )
 
 
 class _Bytes:
@@ -143,7 +157,10 @@ class _Bytes:
         self.encode = tokenizer.encode
         self.eos_token_id = min(tokenizer.eos_ids)
         known = range(256, tokenizer.vocab_size)
-        texts = [*(bytes([i]) for i in range(256)), *(tokenizer.decode([i]).encode() for i in known)]
+        texts = [
+            *(bytes([i]) for i in range(256)),
+            *(tokenizer.decode([i]).encode() for i in known),
+        ]
         texts += [b""] * (vocab_size - len(texts))
         self.special_token_ids = [i for i, text in enumerate(texts) if not text]
         self.tokens = [text or f"<{i}>".encode() for i, text in enumerate(texts)]

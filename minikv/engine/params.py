@@ -27,8 +27,8 @@ BOUNDS = {
 class SamplingParams:
     """Sampling, stopping and caching choices of one request; checked when built.
 
-    Numbers may be NumPy's or PyTorch's scalars, and `stop` and `stop_token_ids` any iterables; kept are Python's
-    numbers, and tuples.
+    Numbers may be NumPy's or PyTorch's scalars, and `stop` and `stop_token_ids` any iterables; kept
+    are Python's numbers, and tuples.
 
     Parameters
     ----------
@@ -37,26 +37,32 @@ class SamplingParams:
     temperature
         0 takes the first maximum; smaller values sharpen the distribution.
     top_k, top_p, min_p
-        Keep the k likeliest tokens (-1 or 0: all); then the likeliest tokens while the probability before them is below
-        `top_p` (at least one); then those at least `min_p` times as likely as the best. Applied in this order, each
-        to the renormalised distribution that the one before left.
+        Keep the k likeliest tokens (-1 or 0: all); then the likeliest tokens while the probability
+        before them is below `top_p` (at least one); then those at least `min_p` times as likely as
+        the best. Applied in this order, each to the renormalised distribution that the one before
+        left.
     seed
-        Any integer; the draw for token i depends on (seed, i) and the logits only. None: the engine picks one.
+        Any integer; the draw for token i depends on (seed, i) and the logits only. None: the engine
+        picks one.
     stop, stop_token_ids, keep_stop, ignore_eos
-        Strings and token ids that end the text; `keep_stop` leaves the matched one in it; `ignore_eos` runs past eos.
+        Strings and token ids that end the text; `keep_stop` leaves the matched one in it;
+        `ignore_eos` runs past eos.
     logprobs
-        None: none. n >= 0: the chosen token's log probability and those of the n likeliest, of the raw logits.
+        None: none. n >= 0: the chosen token's log probability and those of the n likeliest, of the
+        raw logits.
     logit_bias
         Token id -> number added to its logit.
     presence_penalty, frequency_penalty, repetition_penalty
-        Subtracted once, or per occurrence, from tokens of the output; divides (multiplies, when negative) the logits of
-        tokens of prompt and output.
+        Subtracted once, or per occurrence, from tokens of the output; divides (multiplies, when
+        negative) the logits of tokens of prompt and output.
     json_schema
-        A JSON schema, as a dict or as JSON text: the output is JSON that fits it, written as ``json.dumps`` does, and
-        ends with it. (Cut short by `max_tokens`, it is a beginning of such JSON.) Needs the package llguidance.
+        A JSON schema, as a dict or as JSON text: the output is JSON that fits it, written as
+        ``json.dumps`` does, and ends with it. (Cut short by `max_tokens`, it is a beginning of such
+        JSON.) Needs the package llguidance.
     priority, cache, namespace
-        Priority of what this request caches, for an engine with ``eviction="priority"``; whether it shares KV through
-        the prefix cache at all; and with whom: equal tokens under different namespaces (any hashable) never share.
+        Priority of what this request caches, for an engine with ``eviction="priority"``; whether it
+        shares KV through the prefix cache at all; and with whom: equal tokens under different
+        namespaces (any hashable) never share.
 
     Raises
     ------
@@ -107,17 +113,26 @@ class SamplingParams:
         for name, (least, most) in BOUNDS.items():
             value = number(getattr(self, name))
             ok = value is not None and least <= value <= most
-            self._keep(name, value if ok else None, f"must be a number between {least:g} and {most:g}")
+            self._keep(
+                name, value if ok else None, f"must be a number between {least:g} and {most:g}"
+            )
         if self.logit_bias is not None:
-            given = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else [(None, None)]
+            given = (
+                self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else [(None, None)]
+            )
             bias = {integer(k): number(v) for k, v in given}
-            ok = all(k is not None and k >= 0 and v is not None and abs(v) <= LARGEST for k, v in bias.items())
+            ok = all(
+                k is not None and k >= 0 and v is not None and abs(v) <= LARGEST
+                for k, v in bias.items()
+            )
             remedy = "use a mapping from token id to a number between -1e9 and 1e9"
             self._keep("logit_bias", bias if ok else None, remedy)
         try:
             hash(self.namespace)
         except TypeError:
-            raise ArgumentError("namespace", self.namespace, "must be hashable: text, number or tuple") from None
+            raise ArgumentError(
+                "namespace", self.namespace, "must be hashable: text, number or tuple"
+            ) from None
         if self.json_schema is not None:
             check_schema(self.json_schema)
 
@@ -136,7 +151,10 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """Whether the logits are changed before a token is chosen from them."""
         return bool(
-            self.logit_bias or self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+            self.logit_bias
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
         )
 
 
@@ -157,7 +175,8 @@ def number(value: Any) -> float | None:
 
 
 def _each(values: Any, convert: Callable[[Any], Any]) -> tuple | None:
-    """All of an iterable, which may be one that is used up by it; None where it is none, or one of them is refused."""
+    """All of an iterable, which may be one that is used up by it; None where it is none, or one of
+    them is refused."""
     try:
         items = iter(values)
     except TypeError:

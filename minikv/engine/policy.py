@@ -1,7 +1,8 @@
-"""In which order waiting requests are looked at, and which of them had better wait for another's cache.
+"""In which order waiting requests are looked at, and which of them had better wait for another's
+cache.
 
-Longest prefix match and depth-first weight come from SGLang (Zheng et al. 2024, "RadixAttention"); so does letting one
-of several requests with a common, uncached beginning go first.
+Longest prefix match and depth-first weight come from SGLang (Zheng et al. 2024, "RadixAttention");
+so does letting one of several requests with a common, uncached beginning go first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ POLICIES = ("fcfs", "lpm", "dfs-weight")
 LPM_LIMIT = 128  # matching every waiting request costs more than it brings above this many
 SHARED = 32  # so many uncached tokens in common are worth a step's wait
 
-Probe = Callable[[Request], tuple[Any, int]]  # the tree node that a request's prefix ends at, and the prefix's length
+Probe = Callable[
+    [Request], tuple[Any, int]
+]  # the tree node that a request's prefix ends at, and the prefix's length
 
 
 def order(policy: str, waiting: Sequence[Request], probe: Probe) -> list[Request]:
@@ -25,8 +28,8 @@ def order(policy: str, waiting: Sequence[Request], probe: Probe) -> list[Request
     Parameters
     ----------
     policy
-        ``"fcfs"`` (first come), ``"lpm"`` (longest cached prefix first; above 128 waiting: fcfs) or ``"dfs-weight"``
-        (depth first through the tree, subtrees with more waiting requests first).
+        ``"fcfs"`` (first come), ``"lpm"`` (longest cached prefix first; above 128 waiting: fcfs) or
+        ``"dfs-weight"`` (depth first through the tree, subtrees with more waiting requests first).
     waiting
         Requests that hold nothing.
     probe
@@ -67,10 +70,11 @@ def _depth_first(waiting: Sequence[Request], probe: Probe) -> list[Request]:
 
 
 def shared_key(request: Request, node: Any, cached: int, page_size: int) -> tuple | None:
-    """Equal for two requests exactly when they have the same cached prefix and share the next 32 (page-rounded) tokens.
+    """Equal for two requests exactly when they have the same cached prefix and share the next 32
+    (page-rounded) tokens.
 
-    None when the request is too short or is not cached: then it neither waits nor is waited for. (The node names the
-    cached prefix; the namespace is for nodes at the root.)
+    None when the request is too short or is not cached: then it neither waits nor is waited for.
+    (The node names the cached prefix; the namespace is for nodes at the root.)
     """
     end = (cached + SHARED + page_size - 1) // page_size * page_size
     if not request.cache or request.length < end:

@@ -21,7 +21,8 @@ class Encodes(Protocol):
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """One entry per prompt: a text, a list of ids or a chat (a list of messages) is one prompt, a list of those many.
+    """One entry per prompt: a text, a list of ids or a chat (a list of messages) is one prompt, a
+    list of those many.
 
     Examples
     --------
@@ -51,7 +52,11 @@ def prompt_ids(prompt: Any, tokenizer: Encodes, vocab_size: int) -> np.ndarray:
     try:
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
-        elif isinstance(prompt, (list, tuple)) and prompt and all(isinstance(m, Mapping) for m in prompt):
+        elif (
+            isinstance(prompt, (list, tuple))
+            and prompt
+            and all(isinstance(m, Mapping) for m in prompt)
+        ):
             ids = tokenizer.chat(list(prompt))
         else:
             as_list = getattr(prompt, "tolist", None)  # arrays and tensors
@@ -64,10 +69,14 @@ def prompt_ids(prompt: Any, tokenizer: Encodes, vocab_size: int) -> np.ndarray:
     except Error:
         raise
     except Exception as e:  # whatever a tokenizer or a chat template makes of it
-        raise ArgumentError("prompt", prompt, f"could not be turned into tokens: {type(e).__name__}: {e}") from e
+        raise ArgumentError(
+            "prompt", prompt, f"could not be turned into tokens: {type(e).__name__}: {e}"
+        ) from e
     outside = array[(array < 0) | (array >= vocab_size)]
     if outside.size:
-        raise ArgumentError("prompt", int(outside[0]), f"is outside the vocabulary; ids are 0..{vocab_size - 1}")
+        raise ArgumentError(
+            "prompt", int(outside[0]), f"is outside the vocabulary; ids are 0..{vocab_size - 1}"
+        )
     return array
 
 

@@ -15,11 +15,13 @@ from minikv.errors import ArgumentError
 
 
 class State(Enum):
-    """What a request needs next. Stored, never worked out from token counts: a retracted request has output tokens and
-    yet must be prefilled again."""
+    """What a request needs next. Stored, never worked out from token counts: a retracted request
+    has output tokens and yet must be prefilled again."""
 
     WAITING = "waiting"  # holds nothing; next: be admitted, its tokens matched and prefilled
-    PREFILL = "prefill"  # holds a row and `computed` tokens of KV; next: compute (some of) the others
+    PREFILL = (
+        "prefill"  # holds a row and `computed` tokens of KV; next: compute (some of) the others
+    )
     RUNNING = "running"  # all but its last token have KV; next: decode that one
     FINISHED = "finished"  # holds nothing
 
@@ -66,7 +68,8 @@ class Timing(Moments):
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probability of a chosen token, and of the likeliest ones (best first), under the raw logits."""
+    """Log probability of a chosen token, and of the likeliest ones (best first), under the raw
+    logits."""
 
     token_id: int
     logprob: float
@@ -90,7 +93,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Delta:
-    """News of one request: text and tokens since its last delta. The last has a `finish_reason` and the `output`."""
+    """News of one request: text and tokens since its last delta. The last has a `finish_reason` and
+    the `output`."""
 
     id: int
     text: str
@@ -102,9 +106,10 @@ class Delta:
 class Request:
     """One prompt on its way to an output.
 
-    The tokens of prompt and output lie in one int64 array that is allocated once; `token_ids` is a view of its used
-    part. `computed` tokens have K/V in the pool, through table line `row`; the first `protected_len` of them are
-    owned by the prefix tree, whose node `node` is locked for this request.
+    The tokens of prompt and output lie in one int64 array that is allocated once; `token_ids` is a
+    view of its used part. `computed` tokens have K/V in the pool, through table line `row`; the
+    first `protected_len` of them are owned by the prefix tree, whose node `node` is locked for this
+    request.
 
     Parameters
     ----------
@@ -170,7 +175,8 @@ class Request:
         return int(self._tokens[self.length - 1])
 
     def append(self, token: int) -> str | None:
-        """Add a sampled token; returns ``"stop"``, ``"length"`` or ``"error"`` when it was the last one, else None."""
+        """Add a sampled token; returns ``"stop"``, ``"length"`` or ``"error"`` when it was the last
+        one, else None."""
         self._tokens[self.length] = token
         self.length += 1
         self.timing.tokens += 1

@@ -1,9 +1,11 @@
-"""Tokens for the requests of a step: what each asks for as knobs, random numbers and masks, and the answers read back.
+"""Tokens for the requests of a step: what each asks for as knobs, random numbers and masks, and the
+answers read back.
 
-The choosing itself is :func:`minikv.graphs.sampling.sample`, called here on logits, or part of a decode graph. The
-random number of a draw is a hash of (seed, index of the token), made here: nothing else in the batch can change it, and
-a retracted request draws again what it drew before. logit_bias and penalties edit the logits here as well: how many
-they touch differs from step to step, so a batch that uses them decodes by the graph that ends at the logits.
+The choosing itself is :func:`minikv.engine.sampling.sample`, called here on logits, or part of a
+decode graph. The random number of a draw is a hash of (seed, index of the token), made here:
+nothing else in the batch can change it, and a retracted request draws again what it drew before.
+logit_bias and penalties edit the logits here as well: how many they touch differs from step to
+step, so a batch that uses them decodes by the graph that ends at the logits.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ import torch
 
 from minikv.engine.batch import Batch
 from minikv.engine.request import Request, TokenLogprob
-from minikv.graphs.sampling import DRAWS, MASKED, TOP, VARIANTS, sample
+from minikv.engine.sampling import DRAWS, MASKED, TOP, VARIANTS, sample
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass
 class Sampled:
-    """One token per row (-1: its logits hold no finite maximum), and the log probabilities that were asked for."""
+    """One token per row (-1: its logits hold no finite maximum), and the log probabilities that
+    were asked for."""
 
     tokens: list[int]
     logprobs: list[TokenLogprob | None] | None = None
@@ -37,7 +40,8 @@ class Sampler:
 
     @staticmethod
     def variant(requests: Sequence[Request]) -> str:
-        """The first of the sampler's variants (:data:`minikv.graphs.sampling.VARIANTS`) that serves all `requests`."""
+        """The first of the sampler's variants (:data:`minikv.engine.sampling.VARIANTS`) that serves
+        all `requests`."""
         return VARIANTS[max(map(_level, requests), default=0)]
 
     def fill(self, batch: Batch, variant: str) -> None:
@@ -67,14 +71,17 @@ class Sampler:
             _knobs(requests).to(device),
             None if mask is None else mask.to(device),
             edited=apply_edits(logits, requests),
-            truncates=any(0 < r.params.top_k < logits.shape[-1] or r.params.top_p < 1 for r in requests),
+            truncates=any(
+                0 < r.params.top_k < logits.shape[-1] or r.params.top_p < 1 for r in requests
+            ),
             top=max(r.params.logprobs or 0 for r in requests),
         )
         return self.read(out, requests)
 
     @staticmethod
     def read(out: torch.Tensor, requests: Sequence[Request]) -> Sampled:
-        """What :func:`~minikv.graphs.sampling.sample` gave for these requests: one copy, the step's only wait."""
+        """What :func:`~minikv.engine.sampling.sample` gave for these requests: one copy, the step's
+        only wait."""
         if out.dim() == 1:
             return Sampled(out.tolist())
         table = out.cpu().numpy()
@@ -120,13 +127,16 @@ def _level(r: Request) -> int:
 
 def _knobs(requests: Sequence[Request]) -> torch.Tensor:
     """float64 `[n * 5]`: what each asks for, and its random number."""
-    given = [(r.params.temperature, r.params.top_k, r.params.top_p, r.params.min_p) for r in requests]
+    given = [
+        (r.params.temperature, r.params.top_k, r.params.top_p, r.params.min_p) for r in requests
+    ]
     u = uniforms([r.seed for r in requests], [r.length - r.prompt_len for r in requests])
     return torch.from_numpy(np.column_stack((np.array(given, np.float64), u)).reshape(-1))
 
 
 def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> np.ndarray:
-    """Float64 numbers in [0, 1), each a function of its seed and index only (SplitMix64, Steele et al. 2014).
+    """Float64 numbers in [0, 1), each a function of its seed and index only (SplitMix64, Steele et
+    al. 2014).
 
     Examples
     --------
@@ -136,7 +146,9 @@ def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> np.ndarray:
     """
     state = np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], np.uint64)
     counter = np.array(indices, np.uint64) + np.uint64(1)
-    return (_mix(_mix(state + _GOLDEN) + counter * _GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (_mix(_mix(state + _GOLDEN) + counter * _GOLDEN) >> np.uint64(11)).astype(
+        np.float64
+    ) * 2.0**-53
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -146,7 +158,8 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def apply_edits(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """fp32 logits after logit_bias and penalties, a copy where a row has any. Only the named tokens are touched."""
+    """fp32 logits after logit_bias and penalties, a copy where a row has any. Only the named tokens
+    are touched."""
     x = logits.float()
     edited = [(i, r) for i, r in enumerate(requests) if r.params.edits_logits]
     if not edited:
@@ -171,12 +184,16 @@ def apply_edits(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tens
     return x
 
 
-def _cells(edits: list, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+def _cells(
+    edits: list, device: torch.device
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor] | None:
     """(row, ids, values) triples as one index pair into the logits and one fp32 vector."""
     if not sum(len(ids) for _, ids, _ in edits):
         return None
     rows = np.concatenate([np.full(len(ids), i) for i, ids, _ in edits])
     ids = np.concatenate([ids for _, ids, _ in edits]).astype(np.int64)
-    values = np.concatenate([np.broadcast_to(np.asarray(v, np.float32), len(ids)) for _, ids, v in edits])
+    values = np.concatenate(
+        [np.broadcast_to(np.asarray(v, np.float32), len(ids)) for _, ids, v in edits]
+    )
     to = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device)  # noqa: E731
     return (to(rows), to(ids)), to(values)

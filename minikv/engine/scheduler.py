@@ -1,8 +1,10 @@
-"""Who runs next: admission, chunks, decodes, retraction. No model, no kernels; only pages, rows and lengths.
+"""Who runs next: admission, chunks, decodes, retraction. No model, no kernels; only pages, rows and
+lengths.
 
-All room is counted in whole pages, because that is how the allocator hands it out. Evictable pages of the prefix cache
-count as free: they are evicted at the moment somebody needs them. Continuous batching is Orca's (Yu et al. 2022),
-chunked prefill Sarathi's (Agrawal et al. 2023), the growth ratio with retraction SGLang's.
+All room is counted in whole pages, because that is how the allocator hands it out. Evictable pages
+of the prefix cache count as free: they are evicted at the moment somebody needs them. Continuous
+batching is Orca's (Yu et al. 2022), chunked prefill Sarathi's (Agrawal et al. 2023), the growth
+ratio with retraction SGLang's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,11 @@ from minikv.engine.undivided import undivided
 from minikv.errors import ArgumentError, StateError
 
 _now = time.perf_counter
-RATIO, LEAST_RATIO, DECAY = 0.7, 0.1, 0.001  # share of its remaining tokens that a running request is expected to use
+RATIO, LEAST_RATIO, DECAY = (
+    0.7,
+    0.1,
+    0.001,
+)  # share of its remaining tokens that a running request is expected to use
 
 
 class Scheduler:
@@ -39,14 +45,15 @@ class Scheduler:
     policy
         ``"fcfs"``, ``"lpm"`` or ``"dfs-weight"``.
     mixed
-        Decode the running requests in every extend step as well, instead of letting them wait for it.
+        Decode the running requests in every extend step as well, instead of letting them wait for
+        it.
     max_context
         Longest prompt; default: the table's width.
     emit
         Receives events, see :mod:`minikv.engine.events`.
     on_token
-        Called after each token with the request and its reason to stop, if any; returns the reason that counts. This is
-        how stop texts end a request without the scheduler knowing a tokenizer.
+        Called after each token with the request and its reason to stop, if any; returns the reason
+        that counts. This is how stop texts end a request without the scheduler knowing a tokenizer.
     """
 
     def __init__(
@@ -81,8 +88,13 @@ class Scheduler:
         self._emit = emit or (lambda event, **fields: None)
         self._on_token = on_token or (lambda request, reason: reason)
         self._arrivals = self._admissions = 0
-        self.busy, self.aborts = False, []  # amid a method that is not to be divided; ids to abort after it
-        self._before: tuple[Batch, Sequence[int]] | None = None  # the step before and its tokens, if it was a decode
+        self.busy, self.aborts = (
+            False,
+            [],
+        )  # amid a method that is not to be divided; ids to abort after it
+        self._before: tuple[Batch, Sequence[int]] | None = (
+            None  # the step before and its tokens, if it was a decode
+        )
 
     # ---- the queue
 
@@ -98,7 +110,8 @@ class Scheduler:
 
     @property
     def nobody_joins(self) -> bool:
-        """Whether the next step only decodes: nobody is being prefilled, and nobody waits or finds a row."""
+        """Whether the next step only decodes: nobody is being prefilled, and nobody waits or finds
+        a row."""
         return not self.prefilling and (not self.waiting or not self._rows_left())
 
     def check_prompt(self, length: int) -> None:
@@ -106,7 +119,11 @@ class Scheduler:
         if length < 1:
             raise ArgumentError("prompt", [], "is empty; give at least one token")
         if length > self.max_context:
-            raise ArgumentError("prompt", length, f"tokens are more than the context of {self.max_context}; shorten it")
+            raise ArgumentError(
+                "prompt",
+                length,
+                f"tokens are more than the context of {self.max_context}; shorten it",
+            )
         if length > self.allocator.size:
             remedy = f"tokens are more than the KV pool of {self.allocator.size}; raise kv_tokens or shorten the prompt"
             raise ArgumentError("prompt", length, remedy)
@@ -130,8 +147,12 @@ class Scheduler:
 
     def abort(self, id: int) -> Request | None:
         """End a request wherever it is; returns it, or None when no unfinished request has this id."""
-        found = next((r for r in (*self.waiting, *self.prefilling, *self.running) if r.id == id), None)
-        if found is not None and self.busy:  # a listener asks, amid a method of this class: it comes after that
+        found = next(
+            (r for r in (*self.waiting, *self.prefilling, *self.running) if r.id == id), None
+        )
+        if (
+            found is not None and self.busy
+        ):  # a listener asks, amid a method of this class: it comes after that
             self.aborts.append(id)
         elif found is not None:
             self.finish(found, "abort")
@@ -144,10 +165,16 @@ class Scheduler:
         request.finish_reason, request.error = reason, error
         request.timing.finished = _now()
         self.ended.append(request)
-        self._emit("finish", id=request.id, reason=reason, generated=request.length - request.prompt_len)
+        self._emit(
+            "finish", id=request.id, reason=reason, generated=request.length - request.prompt_len
+        )
 
     def _release(self, request: Request, state: State) -> None:
-        holders = {State.WAITING: self.waiting, State.PREFILL: self.prefilling, State.RUNNING: self.running}
+        holders = {
+            State.WAITING: self.waiting,
+            State.PREFILL: self.prefilling,
+            State.RUNNING: self.running,
+        }
         holders[request.state].remove(request)
         if request.state is not State.WAITING:
             self.cache.cache_finished(request)
@@ -172,22 +199,37 @@ class Scheduler:
                     return self._decode_batch()
             elif self.waiting or self.prefilling:  # nobody runs, so nobody will give pages back
                 stuck = (*self.prefilling, *order(self.policy, self.waiting, self._probe))[0]
-                self.finish(stuck, "error", "the KV pool has no room: pages or nodes are held outside the engine")
+                self.finish(
+                    stuck,
+                    "error",
+                    "the KV pool has no room: pages or nodes are held outside the engine",
+                )
         return None
 
     @undivided
-    def process(self, batch: Batch, tokens: Sequence[int], logprobs: Sequence[Any] | None = None) -> None:
-        """Record a step that has run: progress, then the token of each of `batch.sampled` (-1: unusable logits)."""
+    def process(
+        self, batch: Batch, tokens: Sequence[int], logprobs: Sequence[Any] | None = None
+    ) -> None:
+        """Record a step that has run: progress, then the token of each of `batch.sampled` (-1:
+        unusable logits)."""
         now, ended = _now(), []
         sampled = zip(batch.sampled, tokens, strict=True)
-        live = [(i, r, t) for i, (r, t) in enumerate(sampled) if r.state is not State.FINISHED]  # not aborted since
+        live = [
+            (i, r, t) for i, (r, t) in enumerate(sampled) if r.state is not State.FINISHED
+        ]  # not aborted since
         self._before = (batch, tokens) if batch.kind == "decode" else None
         for request, computed in zip(batch.requests, batch.seq_lens.tolist(), strict=True):
             request.computed = computed
         for i, request, token in live:
             if token < 0:
                 request.cache = False  # K/V behind broken logits must not be shared
-                ended.append((request, "error", "the model's logits hold no finite maximum (NaN or infinity)"))
+                ended.append(
+                    (
+                        request,
+                        "error",
+                        "the model's logits hold no finite maximum (NaN or infinity)",
+                    )
+                )
                 continue
             timing = request.timing
             timing.first_token, timing.last_token = timing.first_token or now, now
@@ -218,7 +260,8 @@ class Scheduler:
 
     @undivided
     def rollback(self) -> None:
-        """After a step that failed: whoever holds a row waits again; what was computed before goes to the cache."""
+        """After a step that failed: whoever holds a row waits again; what was computed before goes
+        to the cache."""
         for request in (*self.prefilling, *self.running):
             self._retract(request)
 
@@ -233,7 +276,10 @@ class Scheduler:
         chunks: list[tuple[Request, int]] = []
         for r in self.prefilling:  # the partial request goes on first
             end = min(r.length, r.computed + budget)
-            if end == r.computed or self._new(r.computed, end) + self._decode_need() * self.mixed > self._room():
+            if (
+                end == r.computed
+                or self._new(r.computed, end) + self._decode_need() * self.mixed > self._room()
+            ):
                 return []  # decodes go on and will give pages back
             chunks.append((r, end))
             budget -= end - r.computed
@@ -241,7 +287,11 @@ class Scheduler:
         if any(end < r.length for r, end in chunks):
             return chunks
         busy = {self._shared(r, r.node, r.protected_len) for r, _ in chunks} - {None}
-        queue = order(self.policy, self.waiting, self._probe) if budget > 0 and self._rows_left() else []
+        queue = (
+            order(self.policy, self.waiting, self._probe)
+            if budget > 0 and self._rows_left()
+            else []
+        )
         for r in queue:
             if budget < 1 or not self._rows_left():
                 break
@@ -283,7 +333,9 @@ class Scheduler:
             requests, ends = requests + self.running, ends + [r.length for r in self.running]
         starts = [r.computed for r in requests]
         self.make_room(sum(map(self._new, starts, ends)))
-        rows, prefix_lens, seq_lens = (torch.tensor(v) for v in ([r.row for r in requests], starts, ends))
+        rows, prefix_lens, seq_lens = (
+            torch.tensor(v) for v in ([r.row for r in requests], starts, ends)
+        )
         ends_at = (seq_lens - prefix_lens).cumsum(0)
         last_slots = self.table.last_slots(rows, prefix_lens)
         slots = self.allocator.alloc_extend(prefix_lens, seq_lens, last_slots, int(ends_at[-1]))
@@ -302,13 +354,23 @@ class Scheduler:
 
     def _decode_batch(self) -> Batch:
         requests, before = list(self.running), self._before
-        if before is not None and before[0].requests == requests:  # nobody joined or left: everyone has one token more
+        if (
+            before is not None and before[0].requests == requests
+        ):  # nobody joined or left: everyone has one token more
             last, tokens = before
-            rows, prefix_lens, logits_at, last_slots = last.rows, last.seq_lens, last.logits_at, last.out_slots
+            rows, prefix_lens, logits_at, last_slots = (
+                last.rows,
+                last.seq_lens,
+                last.logits_at,
+                last.out_slots,
+            )
             seq_lens = prefix_lens + 1
         else:
             tokens, logits_at = [r.last_token for r in requests], torch.arange(len(requests))
-            rows, seq_lens = torch.tensor([r.row for r in requests]), torch.tensor([r.length for r in requests])
+            rows, seq_lens = (
+                torch.tensor([r.row for r in requests]),
+                torch.tensor([r.length for r in requests]),
+            )
             prefix_lens = seq_lens - 1
             last_slots = self.table.last_slots(rows, prefix_lens)
         slots = self.allocator.alloc_decode(seq_lens, last_slots)
@@ -365,11 +427,22 @@ class Scheduler:
         return self.allocator.available_size() >= tokens
 
     def _rows_left(self) -> bool:
-        return len(self.running) + len(self.prefilling) < self.max_requests and self.table.available_size() > 0
+        return (
+            len(self.running) + len(self.prefilling) < self.max_requests
+            and self.table.available_size() > 0
+        )
 
-    def _write(self, rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, slots: torch.Tensor | None) -> None:
+    def _write(
+        self,
+        rows: torch.Tensor,
+        starts: torch.Tensor,
+        ends: torch.Tensor,
+        slots: torch.Tensor | None,
+    ) -> None:
         if slots is None:
-            raise StateError("the allocator refused pages it counted as free; llm.cache.check() names who holds them")
+            raise StateError(
+                "the allocator refused pages it counted as free; llm.cache.check() names who holds them"
+            )
         self.table.write(rows, starts, ends, slots)
 
     def _probe(self, r: Request) -> tuple[Any, int]:

@@ -1,4 +1,5 @@
-"""Counters that a server would export, kept up to date by the same events that the event log writes."""
+"""Counters that a server would export, kept up to date by the same events that the event log
+writes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,23 @@ class Histogram:
     ([1, 0, 1], 5.1, 2)
     """
 
-    bounds: tuple[float, ...] = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+    bounds: tuple[float, ...] = (
+        0.001,
+        0.002,
+        0.005,
+        0.01,
+        0.02,
+        0.05,
+        0.1,
+        0.2,
+        0.5,
+        1.0,
+        2.0,
+        5.0,
+        10.0,
+        30.0,
+        60.0,
+    )
     counts: list[int] = field(default_factory=list)
     total: float = 0.0
 
@@ -46,10 +63,12 @@ class Histogram:
 
 @dataclass
 class Stats:
-    """Totals since the engine was built; the levels (`waiting` to `graphs`) are filled in when `llm.stats()` is called.
+    """Totals since the engine was built; the levels (`waiting` to `graphs`) are filled in when
+    `llm.stats()` is called.
 
-    `requests` counts ends by finish reason ("refused" for those that never entered the queue). `evicted_tokens` are
-    tokens of the prefix cache; `pool_*` are tokens; `graphs` are the decode runner's counters.
+    `requests` counts ends by finish reason ("refused" for those that never entered the queue).
+    `evicted_tokens` are tokens of the prefix cache; `pool_*` are tokens; `graphs` are the decode
+    runner's counters.
     """
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
@@ -70,8 +89,12 @@ class Stats:
     queue_time: Histogram = field(default_factory=Histogram)
     ttft: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
-    _queued: dict[int, float] = field(default_factory=dict, repr=False)  # id -> when, until the first token
-    _last: dict[int, float] = field(default_factory=dict, repr=False)  # id -> time of the last token, from the first on
+    _queued: dict[int, float] = field(
+        default_factory=dict, repr=False
+    )  # id -> when, until the first token
+    _last: dict[int, float] = field(
+        default_factory=dict, repr=False
+    )  # id -> time of the last token, from the first on
 
     def update(self, e: dict) -> None:
         """Take one event of :mod:`minikv.engine.events`."""
@@ -80,7 +103,9 @@ class Stats:
             self.steps += 1
             self.computed_tokens += sum(n for _, n in e["extends"]) + len(e["decodes"])
             self.generated_tokens += len(e["sampled"])
-            for last, times in Counter(map(self._last.get, e["sampled"])).items():  # mostly one: the step before
+            for last, times in Counter(
+                map(self._last.get, e["sampled"])
+            ).items():  # mostly one: the step before
                 if last is not None:
                     self.inter_token.add(t - last, times)
             self._last.update(dict.fromkeys(e["sampled"], t))
@@ -117,17 +142,26 @@ class Stats:
         """
         try:
             from prometheus_client import CollectorRegistry, generate_latest
-            from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+            from prometheus_client.core import (
+                CounterMetricFamily,
+                GaugeMetricFamily,
+                HistogramMetricFamily,
+            )
         except ImportError as e:
             raise StateError(
                 "llm.stats().prometheus() needs prometheus_client: pip install -c constraints.txt -e '.[metrics]'"
             ) from e
-        ended = CounterMetricFamily("minikv_requests", "Requests that ended, by reason", labels=["reason"])
+        ended = CounterMetricFamily(
+            "minikv_requests", "Requests that ended, by reason", labels=["reason"]
+        )
         for reason, n in self.requests.items():
             ended.add_metric([reason], n)
         families: list = [ended]
         for family, texts in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
-            families += [family(f"minikv_{name}", text, value=getattr(self, name)) for name, text in texts.items()]
+            families += [
+                family(f"minikv_{name}", text, value=getattr(self, name))
+                for name, text in texts.items()
+            ]
         for name, text in _HISTOGRAMS.items():
             h, family = getattr(self, name), HistogramMetricFamily(f"minikv_{name}_seconds", text)
             below = [sum(h.counts[: i + 1]) for i in range(len(h.counts))]

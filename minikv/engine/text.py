@@ -1,10 +1,11 @@
 """Tokens to text, piece by piece: no half characters, no stop strings, nothing held back for ever.
 
-A token may hold part of a UTF-8 character, so token texts cannot simply be joined. A short window of recent tokens is
-decoded at each step; what an unfinished character shows at its end (U+FFFD, at most three of them) is held back, and
-only characters past those already sent are sent, even when the decoded text shrinks in between. The window is cut
-back to its last few tokens when it gets long: UTF-8 finds its character borders again, so the work per step is
-bounded whatever the bytes are. Windowed decoding is how text-generation-inference and vLLM do it too.
+A token may hold part of a UTF-8 character, so token texts cannot simply be joined. A short window
+of recent tokens is decoded at each step; what an unfinished character shows at its end (U+FFFD, at
+most three of them) is held back, and only characters past those already sent are sent, even when
+the decoded text shrinks in between. The window is cut back to its last few tokens when it gets
+long: UTF-8 finds its character borders again, so the work per step is bounded whatever the bytes
+are. Windowed decoding is how text-generation-inference and vLLM do it too.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class TextStream:
     tokenizer
         Anything with ``decode(ids) -> str``.
     stop
-        Texts that end the output. The one that is complete first wins (of two complete at the same character, the
-        longer), so the result does not depend on how the text is cut into tokens.
+        Texts that end the output. The one that is complete first wins (of two complete at the same
+        character, the longer), so the result does not depend on how the text is cut into tokens.
     keep_stop
         Leave the stop text in.
 
@@ -45,7 +46,9 @@ class TextStream:
     ('a', '', True)
     """
 
-    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = (), keep_stop: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Decodes, stop: Sequence[str] = (), keep_stop: bool = False
+    ) -> None:
         self._tokenizer, self._stop, self._keep_stop = tokenizer, tuple(stop), keep_stop
         self._longest = max(map(len, self._stop), default=0)
         self._window: list[int] = []
@@ -86,7 +89,8 @@ class TextStream:
         return fresh
 
     def _until_stop(self, fresh: str, final: bool) -> str:
-        # Only `_held` can begin a stop text that ends in `fresh`: anything longer would have been found before.
+        # Only `_held` can begin a stop text that ends in `fresh`: anything longer would have been
+        # found before.
         text = self._held + fresh
         hits = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
         if hits:

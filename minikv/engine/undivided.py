@@ -1,7 +1,8 @@
 """Bookkeeping that is done as a whole: neither Ctrl-C nor a callback comes in its middle.
 
-A page that was taken but is in no table yet is lost if the code between is left. So whoever interrupts a step, or
-aborts a request from an event listener, waits for the end of the scheduler's method that is running.
+A page that was taken but is in no table yet is lost if the code between is left. So whoever
+interrupts a step, or aborts a request from an event listener, waits for the end of the scheduler's
+method that is running.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 
 class _Shield(ContextDecorator):
-    """While it is up, Ctrl-C (SIGINT) waits; other threads than the main one never get it. It may be entered again."""
+    """While it is up, Ctrl-C (SIGINT) waits; other threads than the main one never get it. It may
+    be entered again."""
 
     def __init__(self) -> None:
         self._depth, self._before, self._missed = 0, signal.default_int_handler, []

@@ -1,10 +1,10 @@
-"""Graph runners: a decode step recorded or compiled once per batch size, and run again without its host work."""
+"""Graph runners: a decode step recorded or compiled once per batch size, and run again without its
+host work."""
 
 from minikv.graphs.buckets import capture_batch_sizes
 from minikv.graphs.buffers import Buffer, Padding, Stage, rule, staged
 from minikv.graphs.compiled import CompiledRunner
 from minikv.graphs.cuda import CudaGraphRunner
-from minikv.graphs.decode import decode_runner
 from minikv.graphs.runner import Counters, GraphRunner, Hidden
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Padding",
     "Stage",
     "capture_batch_sizes",
-    "decode_runner",
     "rule",
     "staged",
 ]

@@ -12,21 +12,27 @@ EXACT = (*range(1, 33), 64, 96, 128, 160)
 
 
 def capture_batch_sizes(
-    max_requests: int, *, sizes: Iterable[int] | None = None, cap: int | None = None, padding: bool = True
+    max_requests: int,
+    *,
+    sizes: Iterable[int] | None = None,
+    cap: int | None = None,
+    padding: bool = True,
 ) -> list[int]:
     """The batch sizes to capture, ascending.
 
     Parameters
     ----------
     max_requests
-        Largest batch that will ever come. Where the sizes reach beyond it, it and the size below get graphs of their
-        own: a full engine, and a full engine but one, are the batches that matter most.
+        Largest batch that will ever come. Where the sizes reach beyond it, it and the size below
+        get graphs of their own: a full engine, and a full engine but one, are the batches that
+        matter most.
     sizes
         Instead of the usual ones; duplicates and sizes below 1 are dropped.
     cap
         Nothing above this, to save memory and time.
     padding
-        Whether a batch may run in a larger size. Without padding every size up to 32 gets its own graph.
+        Whether a batch may run in a larger size. Without padding every size up to 32 gets its own
+        graph.
 
     Raises
     ------
@@ -44,7 +50,9 @@ def capture_batch_sizes(
         raise ArgumentError("max_requests", max_requests, "must be at least 1")
     given = (PADDED if padding else EXACT) if sizes is None else [int(size) for size in sizes]
     if not given:
-        raise ArgumentError("sizes", sizes, "is empty; name a batch size, or pass None for the usual ones")
+        raise ArgumentError(
+            "sizes", sizes, "is empty; name a batch size, or pass None for the usual ones"
+        )
     chosen = set(given)
     if max(chosen) > max_requests:
         chosen |= {max_requests - 1, max_requests}
@@ -53,7 +61,8 @@ def capture_batch_sizes(
 
 
 def pick_size(sizes: Sequence[int], batch_size: int, padding: bool = True) -> int | None:
-    """The smallest of the ascending `sizes` that holds a batch; None when none does, or none exactly without padding.
+    """The smallest of the ascending `sizes` that holds a batch; None when none does, or none
+    exactly without padding.
 
     An empty batch runs in the smallest size whatever `padding` says: it is all padding.
     """

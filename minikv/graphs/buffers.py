@@ -1,7 +1,8 @@
 """The inputs of a captured step: memory whose address never changes, and what its unused rows hold.
 
-A graph of 8 rows that serves 5 requests computes 3 rows for nobody. What those read and write must be harmless, and
-must not be what a larger batch left there: every buffer names its rule (:class:`Padding`), and one loop applies it.
+A graph of 8 rows that serves 5 requests computes 3 rows for nobody. What those read and write must
+be harmless, and must not be what a larger batch left there: every buffer names its rule
+(:class:`Padding`), and one loop applies it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor
 
 from minikv.errors import ArgumentError
-from minikv.memory.launch import Stage
+from minikv.kernels.staging import Stage
 
 
 class Padding(Enum):
     """What a padded row of a buffer holds.
 
-    ``ZERO``: token 0, position 0, out slot 0 (page 0, which belongs to nobody). ``FILL``: a value that says "nobody",
-    such as a state slot of -1 or the shortest length. ``RESERVED``: the index of a row kept for padding, such as table
-    row 0 or the last row of a state that padding writes to. ``KEEP``: not one row per request; what the batch does not
-    bring stays as it is.
+    ``ZERO``: token 0, position 0, out slot 0 (page 0, which belongs to nobody). ``FILL``: a value
+    that says "nobody", such as a state slot of -1 or the shortest length. ``RESERVED``: the index
+    of a row kept for padding, such as table row 0 or the last row of a state that padding writes
+    to. ``KEEP``: not one row per request; what the batch does not bring stays as it is.
     """
 
     ZERO = "zero"
@@ -50,7 +51,8 @@ class Buffer:
     stage, offset
         The block that `tensor` is cut from, for a buffer that the host fills.
     variants
-        Variants of the step that read it; empty: all do. The others need not bring it, and it is not filled for them.
+        Variants of the step that read it; empty: all do. The others need not bring it, and it is
+        not filled for them.
     """
 
     tensor: Tensor
@@ -61,14 +63,23 @@ class Buffer:
     stage: Stage | None = None
     offset: int = 0
     variants: tuple[str, ...] = ()
-    _used: dict[int, int] = field(default_factory=dict, repr=False)  # block -> entries that hold more than padding
-    _views: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)  # (block, rows; -1: all) -> part
+    _used: dict[int, int] = field(
+        default_factory=dict, repr=False
+    )  # block -> entries that hold more than padding
+    _views: dict[tuple[int, int], Tensor] = field(
+        default_factory=dict, repr=False
+    )  # (block, rows; -1: all) -> part
 
     def __post_init__(self) -> None:
         if self.padding is Padding.ZERO and self.fill != 0:
-            raise ArgumentError("fill", self.fill, "is for Padding.FILL and Padding.RESERVED; Padding.ZERO fills 0")
+            raise ArgumentError(
+                "fill", self.fill, "is for Padding.FILL and Padding.RESERVED; Padding.ZERO fills 0"
+            )
         if self.padding is not Padding.KEEP:
-            for block in (self.tensor, *(() if self.stage is None else map(self._part, self.stage.hosts))):
+            for block in (
+                self.tensor,
+                *(() if self.stage is None else map(self._part, self.stage.hosts)),
+            ):
                 block.fill_(self.fill)
 
     @property
@@ -85,7 +96,9 @@ class Buffer:
         part = self._views.get((id(block), -1))
         if part is None:
             with torch.inference_mode(False):  # it outlives the step that first needs it
-                part = block[self.offset : self.offset + self.tensor.shape[0]].view(self.tensor.dtype)
+                part = block[self.offset : self.offset + self.tensor.shape[0]].view(
+                    self.tensor.dtype
+                )
             self._views[id(block), -1] = part
         return part
 
@@ -105,14 +118,17 @@ class Buffer:
         return part
 
     def load(self, value: Any, rows: int) -> None:
-        """Write the entries of a batch, and padding over all that an earlier one left, up to `rows` and beyond."""
+        """Write the entries of a batch, and padding over all that an earlier one left, up to `rows`
+        and beyond."""
         target = self.host
         used = 0 if value is None else value.shape[0]
         if value is not None:
             target[:used].copy_(value, non_blocking=True)  # type: ignore[arg-type]
         if self.padding is not Padding.KEEP:
             stop = self._used.get(id(target), 0)
-            if self.stage is None or not self.stage.hosts:  # a step may have written to its own inputs
+            if (
+                self.stage is None or not self.stage.hosts
+            ):  # a step may have written to its own inputs
                 stop = target.shape[0] if self.stage else max(rows * self.per_row, stop)
             if used < stop:
                 target[used:stop].fill_(self.fill)
@@ -125,8 +141,14 @@ class Buffer:
             return self
         stage = None if self.stage is None else Stage(length, device, self.stage.block.dtype)
         shape, kind = (length, *self.tensor.shape[1:]), self.tensor.dtype
-        tensor = torch.zeros(shape, dtype=kind, device=device) if stage is None else stage.block.view(kind)
-        return Buffer(tensor, self.padding, self.fill, self.per_row, self.extra, stage, 0, self.variants)
+        tensor = (
+            torch.zeros(shape, dtype=kind, device=device)
+            if stage is None
+            else stage.block.view(kind)
+        )
+        return Buffer(
+            tensor, self.padding, self.fill, self.per_row, self.extra, stage, 0, self.variants
+        )
 
 
 def staged(rows: int, device: torch.device | str, rules: Mapping[str, Buffer]) -> dict[str, Buffer]:

@@ -13,16 +13,16 @@ from torch import Tensor, fx
 from minikv.graphs.runner import Counters, GraphRunner, Hidden
 
 ONE_THREAD = 1 << 15
-"""Elements per thread below which a generated loop is not shared out: the rows of a decode step are short, and threads
-that wait for each other take longer than one that does it all."""
+"""Elements per thread below which a generated loop is not shared out: the rows of a decode step are
+short, and threads that wait for each other take longer than one that does it all."""
 
 
 class CompiledRunner(GraphRunner):
     """Compiles a size and variant when it first comes (``compile_all`` does so beforehand).
 
-    Shapes are fixed, so that loops have known lengths; a batch is padded to a captured size as in a graph.
-    ``stats.captures`` counts compiled graphs. When compiling fails (no C++ compiler, say), a warning says what to try
-    and every step runs eagerly.
+    Shapes are fixed, so that loops have known lengths; a batch is padded to a captured size as in a
+    graph. ``stats.captures`` counts compiled graphs. When compiling fails (no C++ compiler, say), a
+    warning says what to try and every step runs eagerly.
 
     Parameters
     ----------
@@ -67,15 +67,19 @@ class CompiledRunner(GraphRunner):
         raise_recompile_limit(self._count)
 
 
-def compiled(function: Callable[..., Any], graphs: int, stats: Counters | None = None) -> Callable[..., Any]:
-    """``torch.compile(function, dynamic=False)`` with room for so many graphs more, and right where Inductor is not.
+def compiled(
+    function: Callable[..., Any], graphs: int, stats: Counters | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(function, dynamic=False)`` with room for so many graphs more, and right where
+    Inductor is not.
 
-    Dynamo never forgets a backend, so this one knows nothing of a runner but the `stats` to count captures in: all else
-    goes with the runner. Nor are runners mixed up, as graphs of another backend are never called.
+    Dynamo never forgets a backend, so this one knows nothing of a runner but the `stats` to count
+    captures in: all else goes with the runner. Nor are runners mixed up, as graphs of another
+    backend are never called.
 
-    On the CPU Inductor (torch 2.13, pytorch/pytorch#198270) fuses an indexed in-place store with later reads of other
-    positions of the same tensor, and computes wrong numbers silently. A graph with such a store is compiled without
-    fusion.
+    On the CPU Inductor (torch 2.13, pytorch/pytorch#198270) fuses an indexed in-place store with
+    later reads of other positions of the same tensor, and computes wrong numbers silently. A graph
+    with such a store is compiled without fusion.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -84,16 +88,22 @@ def compiled(function: Callable[..., Any], graphs: int, stats: Counters | None =
     def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
         if stats is not None:
             stats["captures"] += 1
-        patches = {"cpp.min_chunk_size": ONE_THREAD} | ({"max_fusion_size": 1} if stores_by_index(graph) else {})
+        patches = {"cpp.min_chunk_size": ONE_THREAD} | (
+            {"max_fusion_size": 1} if stores_by_index(graph) else {}
+        )
         return compile_fx(graph, inputs, config_patches=patches)
 
-    # A step's modules stay as they are: they are not looked at before every call, which took 0.4 ms for 30 layers.
-    unguarded: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    # A step's modules stay as they are: they are not looked at before every call, which took 0.4 ms
+    # for 30 layers.
+    unguarded: dict[str, Any] = {
+        "guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    }
     return torch.compile(function, dynamic=False, backend=backend, options=unguarded)
 
 
 def raise_recompile_limit(graphs: int) -> None:
-    """Dynamo stops compiling a function after some shapes and then runs it eagerly without a word; let it go on."""
+    """Dynamo stops compiling a function after some shapes and then runs it eagerly without a word;
+    let it go on."""
     config: Any = torch._dynamo.config  # type: ignore[attr-defined]
     config.recompile_limit += graphs
     config.accumulated_recompile_limit += graphs

@@ -1,4 +1,5 @@
-"""Capture a step once per batch size as a CUDA graph, and replay it: one launch instead of hundreds."""
+"""Capture a step once per batch size as a CUDA graph, and replay it: one launch instead of
+hundreds."""
 
 from __future__ import annotations
 
@@ -22,18 +23,23 @@ from minikv.graphs.tape import TapeRecorder
 
 WARM_UPS = 2  # compile, tune and allocate whatever a first run does
 SHARED_BYTES = 1 << 16
-"""From here on, outputs of smaller sizes go into the largest one's memory: a copy of less costs more than it saves."""
-_pools: dict[int, tuple[Any, WeakSet]] = {}  # device -> memory pool of its graphs, and those that live
+"""From here on, outputs of smaller sizes go into the largest one's memory: a copy of less costs
+more than it saves."""
+_pools: dict[
+    int, tuple[Any, WeakSet]
+] = {}  # device -> memory pool of its graphs, and those that live
 
 
 class CudaGraphRunner(GraphRunner):
     """Captures all sizes and variants when it is made, largest first, and replays them.
 
-    A graph's temporary memory comes from one pool per device. A block that a larger size freed serves every smaller
-    one, so all graphs together take little more than the largest; the other way round each would need new blocks.
-    When capturing fails, its memory is given back, a warning says what to try, and every step runs eagerly.
+    A graph's temporary memory comes from one pool per device. A block that a larger size freed
+    serves every smaller one, so all graphs together take little more than the largest; the other
+    way round each would need new blocks. When capturing fails, its memory is given back, a warning
+    says what to try, and every step runs eagerly.
 
-    On CPU buffers the step is recorded and replayed operation by operation: the same logic, without the speed.
+    On CPU buffers the step is recorded and replayed operation by operation: the same logic, without
+    the speed.
 
     Parameters
     ----------
@@ -72,7 +78,9 @@ class CudaGraphRunner(GraphRunner):
             from minikv.graphs.compiled import compiled
 
             self._compiled = compiled(self.run_step, len(self.sizes) * len(self.variants))
-        self._recorder: Any = (CudaRecorder if self.device.type == "cuda" else TapeRecorder)(self.device)
+        self._recorder: Any = (CudaRecorder if self.device.type == "cuda" else TapeRecorder)(
+            self.device
+        )
         self._largest: dict[str, list[Any]] = {}  # output of the largest graph of each variant
         self._addresses: dict[str, int] = {}
         self._waiting: set[str] = set()  # variants to be captured when they first come
@@ -110,12 +118,19 @@ class CudaGraphRunner(GraphRunner):
         self._waiting.difference_update(variants)
         held = self._recorder.held()
         saved = {name: t.clone() for name, t in self.state.items()}
-        sizes = tqdm(self.capture_order(), desc="capture", unit="graph", disable=None if self.progress else True)
+        sizes = tqdm(
+            self.capture_order(),
+            desc="capture",
+            unit="graph",
+            disable=None if self.progress else True,
+        )
         failure, size, variant = "", 0, ""
         try:
             with _collector_frozen():
                 for size in sizes:
-                    sizes.set_postfix_str(f"{size} rows, {self._recorder.free() / 2**30:.2f} GiB free")
+                    sizes.set_postfix_str(
+                        f"{size} rows, {self._recorder.free() / 2**30:.2f} GiB free"
+                    )
                     for variant in variants:
                         self.graphs[variant, size] = self._record(variant, size, saved)
                         self.stats["captures"] += 1
@@ -138,22 +153,33 @@ class CudaGraphRunner(GraphRunner):
         self.stats["graph_bytes"] += max(0, self._recorder.held() - held) if self.graphs else 0
 
     def _record(self, variant: str, size: int, saved: Mapping[str, Tensor]) -> tuple[Any, Any]:
-        """One graph, recorded on padding alone: what warm-ups write goes to page 0 and to reserved rows."""
+        """One graph, recorded on padding alone: what warm-ups write goes to page 0 and to reserved
+        rows."""
         inputs = self._load({}, size, variant)
         step = self._compiled if size <= self.compile_up_to else self.run_step
         self._recorder.warm_up(lambda: step(inputs, variant, self.hidden), WARM_UPS)
         self._restore(saved)
-        inputs = self._load({}, size, variant)  # a step may change its inputs, and the first run may make plans
-        return self._recorder.record(lambda: self._shared(variant, step(inputs, variant, self.hidden)))
+        inputs = self._load(
+            {}, size, variant
+        )  # a step may change its inputs, and the first run may make plans
+        return self._recorder.record(
+            lambda: self._shared(variant, step(inputs, variant, self.hidden))
+        )
 
     def _shared(self, variant: str, out: Any) -> Any:
-        """Move large outputs into the memory of the largest size's: only the last replay's output is of interest."""
+        """Move large outputs into the memory of the largest size's: only the last replay's output
+        is of interest."""
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         rooms = iter(self._largest.setdefault(variant, tensors))
 
         def move(t: Tensor) -> Tensor:
             room = next(rooms)
-            if t is room or t.nbytes < SHARED_BYTES or t.nbytes > room.nbytes or self._is_static(room):
+            if (
+                t is room
+                or t.nbytes < SHARED_BYTES
+                or t.nbytes > room.nbytes
+                or self._is_static(room)
+            ):
                 return t
             alike = (t.dtype, t.shape[1:]) == (room.dtype, room.shape[1:])
             return room[: t.shape[0]].copy_(t) if alike else t
@@ -192,7 +218,8 @@ class CudaRecorder:
         self.device, self.stream = device, torch.cuda.Stream(device)
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
-        """Run on the capturing stream, so that its libraries' workspaces are made outside the graph."""
+        """Run on the capturing stream, so that its libraries' workspaces are made outside the
+        graph."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             for _ in range(times):
@@ -206,8 +233,12 @@ class CudaRecorder:
         if not living:  # a pool ends with its last graph
             pool, living = _pools[index] = torch.cuda.graph_pool_handle(), WeakSet()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.current_stream(self.device)):  # comes back to it even if the capture breaks
-            capture = torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local")
+        with torch.cuda.stream(
+            torch.cuda.current_stream(self.device)
+        ):  # comes back to it even if the capture breaks
+            capture = torch.cuda.graph(
+                graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"
+            )
             with capture:
                 out = run()
         living.add(graph)
@@ -230,7 +261,8 @@ class CudaRecorder:
 
 @contextmanager
 def _collector_frozen() -> Iterator[None]:
-    """No garbage collection: a tensor that dies while a graph is captured would take its memory out of the pool."""
+    """No garbage collection: a tensor that dies while a graph is captured would take its memory out
+    of the pool."""
     was_on = gc.isenabled()
     gc.collect()
     gc.freeze()

@@ -1,8 +1,10 @@
-"""One interface for a step that is replayed, compiled or simply run; callers need not know which it was.
+"""One interface for a step that is replayed, compiled or simply run; callers need not know which it
+was.
 
-A step is a function of static buffers. Running it once per batch size and keeping what it launched spares the host all
-the work of launching (CUDA Graphs; SGLang's and vLLM's graph runners), but freezes addresses and shapes: batches are
-written into the buffers, padded to a captured size, and cut back afterwards.
+A step is a function of static buffers. Running it once per batch size and keeping what it launched
+spares the host all the work of launching (CUDA Graphs; SGLang's and vLLM's graph runners), but
+freezes addresses and shapes: batches are written into the buffers, padded to a captured size, and
+cut back afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from minikv.graphs.buffers import Buffer, Padding, Stage
 
 
 class Hidden(IntEnum):
-    """Which hidden states a step returns beside its output: none, those of each request's last token, or all."""
+    """Which hidden states a step returns beside its output: none, those of each request's last
+    token, or all."""
 
     NULL = 0
     LAST = 1
@@ -32,8 +35,8 @@ class Hidden(IntEnum):
 class Counters(dict[str, int]):
     """Counters of a runner; ``stats.replays`` is ``stats["replays"]``.
 
-    ``replays`` and ``eager`` count calls, ``captures`` graphs made, ``padded_rows`` rows computed for nobody, and
-    ``graph_bytes`` is the device memory that graphs hold now.
+    ``replays`` and ``eager`` count calls, ``captures`` graphs made, ``padded_rows`` rows computed
+    for nobody, and ``graph_bytes`` is the device memory that graphs hold now.
     """
 
     def __init__(self) -> None:
@@ -52,26 +55,31 @@ class GraphRunner:
     Parameters
     ----------
     step
-        ``step(inputs, variant) -> output``: `inputs` are views of the buffers, by name, cut to the size that runs; the
-        output is a tensor or a nest of tensors whose first dimension counts requests (or tokens). Asked for hidden
-        states, ``step(inputs, variant, hidden) -> (output, hidden states)``.
+        ``step(inputs, variant) -> output``: `inputs` are views of the buffers, by name, cut to the
+        size that runs; the output is a tensor or a nest of tensors whose first dimension counts
+        requests (or tokens). Asked for hidden states, ``step(inputs, variant, hidden) -> (output,
+        hidden states)``.
     buffers
-        Name -> :class:`Buffer`. A bare tensor pads with 0, one named ``seq_lens`` with `tokens_per_row`.
+        Name -> :class:`Buffer`. A bare tensor pads with 0, one named ``seq_lens`` with
+        `tokens_per_row`.
     batch_sizes
         Sizes to capture; see ``capture_batch_sizes``.
     variants
-        Names of the step's versions (ways of sampling, with and without cross-attention): each size has all of them.
+        Names of the step's versions (ways of sampling, with and without cross-attention): each size
+        has all of them.
     later
-        Those of them that are captured when they first come, since start-up need not wait for what is rare.
+        Those of them that are captured when they first come, since start-up need not wait for what
+        is rare.
     tokens_per_row
         Tokens of each request in a step: 1 in decoding, the draft's length in verification.
     padding
         Whether a batch may run in a larger size.
     prepare
-        ``prepare(host, size)``, called before each step with the padded inputs where the host can read them: what is
-        planned outside the graph. May fill ``KEEP`` buffers.
+        ``prepare(host, size)``, called before each step with the padded inputs where the host can
+        read them: what is planned outside the graph. May fill ``KEEP`` buffers.
     state
-        Tensors that a step changes (recurrent, sampler, grammar); capturing puts back what they held.
+        Tensors that a step changes (recurrent, sampler, grammar); capturing puts back what they
+        held.
     watch
         Gives further tensors whose addresses matter (weights, pools), for `debug`.
     hidden
@@ -99,7 +107,12 @@ class GraphRunner:
         debug: bool = False,
         progress: bool = True,
     ) -> None:
-        self.step, self.prepare, self.padding, self.tokens_per_row = step, prepare, padding, tokens_per_row
+        self.step, self.prepare, self.padding, self.tokens_per_row = (
+            step,
+            prepare,
+            padding,
+            tokens_per_row,
+        )
         self.variants, self.sizes = tuple(variants), sorted({int(size) for size in batch_sizes})
         self.later = tuple(v for v in self.variants if v in later)
         self.state, self.watch, self.hidden = dict(state or {}), watch, hidden
@@ -107,15 +120,24 @@ class GraphRunner:
         if not self.variants or tokens_per_row < 1 or (self.sizes and self.sizes[0] < 1):
             value = (self.variants, tokens_per_row, self.sizes)
             raise ArgumentError(
-                "variants, tokens_per_row, batch_sizes", value, "need a name, and numbers of at least 1"
+                "variants, tokens_per_row, batch_sizes",
+                value,
+                "need a name, and numbers of at least 1",
             )
-        self.buffers = {name: b if isinstance(b, Buffer) else self._usual(name, b) for name, b in buffers.items()}
+        self.buffers = {
+            name: b if isinstance(b, Buffer) else self._usual(name, b)
+            for name, b in buffers.items()
+        }
         per_request = [b for b in self.buffers.values() if b.padding is not Padding.KEEP]
         if not per_request:
-            raise ArgumentError("buffers", list(self.buffers), "must hold at least one that has a row per request")
+            raise ArgumentError(
+                "buffers", list(self.buffers), "must hold at least one that has a row per request"
+            )
         self.rows = min(b.rows for b in per_request)
         if self.sizes and self.sizes[-1] > self.rows:
-            raise ArgumentError("batch_sizes", self.sizes, f"the buffers hold {self.rows} rows; make them larger")
+            raise ArgumentError(
+                "batch_sizes", self.sizes, f"the buffers hold {self.rows} rows; make them larger"
+            )
         self.device = per_request[0].tensor.device
         self.stats = Counters()
         self._served: dict[str, tuple[dict[str, Buffer], list[Stage]]] = {}
@@ -132,10 +154,13 @@ class GraphRunner:
 
     def can_run(self, batch_size: int) -> bool:
         """Whether a batch of this size is replayed."""
-        return (size := self.bucket(batch_size)) is not None and all(self._ready(v, size) for v in self.variants)
+        return (size := self.bucket(batch_size)) is not None and all(
+            self._ready(v, size) for v in self.variants
+        )
 
     def agree(self, batch_sizes: Sequence[int]) -> int | None:
-        """The size in which several ranks with these batches all replay, or None: then all run eagerly."""
+        """The size in which several ranks with these batches all replay, or None: then all run
+        eagerly."""
         size = self.bucket(max(batch_sizes))
         return size if self.padding or all(n in (0, size) for n in batch_sizes) else None
 
@@ -146,15 +171,20 @@ class GraphRunner:
 
     @torch.no_grad()
     def __call__(
-        self, batch: Any, variant: str | None = None, *, hidden: Hidden = Hidden.NULL, size: int | None = None
+        self,
+        batch: Any,
+        variant: str | None = None,
+        *,
+        hidden: Hidden = Hidden.NULL,
+        size: int | None = None,
     ) -> Any:
         """Run the step on a batch.
 
         Parameters
         ----------
         batch
-            A mapping, or an object with attributes, from buffer names to tensors of n rows; None for an idle rank's
-            empty batch. Nothing in it is changed.
+            A mapping, or an object with attributes, from buffer names to tensors of n rows; None
+            for an idle rank's empty batch. Nothing in it is changed.
         variant
             One of `variants`; None takes the first.
         hidden
@@ -165,8 +195,8 @@ class GraphRunner:
         Returns
         -------
         Any
-            What the step returns, cut to n rows; the caller's own, not overwritten by later calls. With `hidden`, a
-            pair (output, hidden states).
+            What the step returns, cut to n rows; the caller's own, not overwritten by later calls.
+            With `hidden`, a pair (output, hidden states).
 
         Raises
         ------
@@ -176,7 +206,9 @@ class GraphRunner:
         variant = self.variants[0] if variant is None else variant
         if variant not in self.variants:
             had = ", ".join(f"{v} × {n}" for v, n in self.captured) or "nothing"
-            raise ArgumentError("variant", variant, f"is not one of {self.variants}; captured: {had}")
+            raise ArgumentError(
+                "variant", variant, f"is not one of {self.variants}; captured: {had}"
+            )
         values, n = self._values(batch, variant)
         if size is not None and (size not in self.sizes or size < n):
             raise ArgumentError("size", size, f"must be one of {self.sizes} that holds {n} rows")
@@ -185,7 +217,10 @@ class GraphRunner:
             self._make(variant, hidden)
         if size is None or not self._ready(variant, size):
             self.stats["eager"] += 1
-            mode, size = hidden, n or (self.sizes or [1])[0]  # an empty batch needs at least a row to run on
+            mode, size = (
+                hidden,
+                n or (self.sizes or [1])[0],
+            )  # an empty batch needs at least a row to run on
             out = self.run_step(self._load(values, size, variant), variant, mode)
         else:
             with self._range("metadata"):
@@ -199,18 +234,22 @@ class GraphRunner:
         return tree_map_only(Tensor, lambda t: self._cut(t, n, size), out)
 
     def again(self, variant: str, n: int, inputs: dict[str, Tensor], size: int) -> Any:
-        """Replay a graph on what its buffers hold, for `n` of its `size` rows; `inputs` are ``views(size, variant)``.
+        """Replay a graph on what its buffers hold, for `n` of its `size` rows; `inputs` are
+        ``views(size, variant)``.
 
-        For callers that know what lies there, and that the graph was made. The output is the graph's own, with all
-        rows: the next replay overwrites it.
+        For callers that know what lies there, and that the graph was made. The output is the
+        graph's own, with all rows: the next replay overwrites it.
         """
         self.stats["replays"] += 1
         self.stats["padded_rows"] += size - n
         with self._range(f"{variant} × {size}"):
             return self._replay(variant, size, inputs)
 
-    def run_step(self, inputs: Mapping[str, Tensor], variant: str, hidden: Hidden = Hidden.NULL) -> Any:
-        """The step itself, eagerly: on ``views(size)`` after a replay it computes what the replay did."""
+    def run_step(
+        self, inputs: Mapping[str, Tensor], variant: str, hidden: Hidden = Hidden.NULL
+    ) -> Any:
+        """The step itself, eagerly: on ``views(size)`` after a replay it computes what the replay
+        did."""
         return self.step(inputs, variant, hidden) if hidden else self.step(inputs, variant)
 
     def views(self, size: int, variant: str | None = None) -> dict[str, Tensor]:
@@ -254,7 +293,9 @@ class GraphRunner:
             if batch is None or buffer.padding is Padding.KEEP:
                 continue
             if value is None:
-                raise ArgumentError("batch", name, "is an input of this runner and missing in the batch")
+                raise ArgumentError(
+                    "batch", name, "is an input of this runner and missing in the batch"
+                )
             rows = value.shape[0] // buffer.per_row if rows is None else rows
             if value.shape[0] != rows * buffer.per_row:
                 remedy = f"must have {rows * buffer.per_row} entries, {buffer.per_row} per request"
@@ -262,7 +303,8 @@ class GraphRunner:
         return found, rows or 0
 
     def _load(self, values: Mapping[str, Tensor], size: int, variant: str) -> dict[str, Tensor]:
-        """Write a batch into the buffers (into larger ones where it is too large), pad it, and plan it."""
+        """Write a batch into the buffers (into larger ones where it is too large), pad it, and plan
+        it."""
         buffers, stages = self._serving(variant)
         if size > self.rows:
             buffers = {name: buffer.like(size) for name, buffer in buffers.items()}
@@ -272,7 +314,9 @@ class GraphRunner:
         for name, buffer in buffers.items():
             buffer.load(values.get(name), size)
         if self.prepare is not None:
-            self.prepare({name: buffer.view(size, on_host=True) for name, buffer in buffers.items()}, size)
+            self.prepare(
+                {name: buffer.view(size, on_host=True) for name, buffer in buffers.items()}, size
+            )
         for stage in stages:
             stage.send()
         return {name: buffer.view(size) for name, buffer in buffers.items()}
@@ -280,7 +324,9 @@ class GraphRunner:
     def _serving(self, variant: str) -> tuple[dict[str, Buffer], list[Stage]]:
         """The buffers that a variant reads, and their stages; worked out once."""
         if variant not in self._served:
-            buffers = {name: buffer for name, buffer in self.buffers.items() if buffer.serves(variant)}
+            buffers = {
+                name: buffer for name, buffer in self.buffers.items() if buffer.serves(variant)
+            }
             self._served[variant] = buffers, _stages(buffers)
         return self._served[variant]
 

@@ -1,8 +1,8 @@
 """Recording on the CPU: what a CUDA graph does, with PyTorch operations in place of kernels.
 
-A tape shows (and tests) on any machine what a graph is: the step's Python runs once; afterwards the same operations
-read and write the same memory, whatever that memory holds by then. It spares nothing, since each operation is launched
-again.
+A tape shows (and tests) on any machine what a graph is: the step's Python runs once; afterwards the
+same operations read and write the same memory, whatever that memory holds by then. It spares
+nothing, since each operation is launched again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,17 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.operations: list[tuple[Any, tuple, dict, list]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        by_value = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        by_value = (
+            torch.Tag.data_dependent_output in func.tags
+            or torch.Tag.dynamic_output_shape in func.tags
+        )
         if by_value and (func is not torch.ops.aten.index.Tensor or _has_mask(args[1])):
-            raise StateError(f"{func}: reads a tensor's values on the host, which a recorded step cannot do again")
+            raise StateError(
+                f"{func}: reads a tensor's values on the host, which a recorded step cannot do again"
+            )
         out = func(*args, **(kwargs or {}))
         self.operations.append((func, args, kwargs or {}, tree_leaves(out)))
         return out

@@ -1,7 +1,7 @@
 """A result read line by line and cell by cell, for the pictures, whatever it is.
 
-A learner's result may be anything, so it is opened only as far as a picture can show it, and an object of a strange
-kind is never asked for its own ``repr`` or equality.
+A learner's result may be anything, so it is opened only as far as a picture can show it, and an
+object of a strange kind is never asked for its own ``repr`` or equality.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class Line:
         if want is None or have is None:
             return 0
         pairs = (i for i, (a, b) in enumerate(zip(want, have, strict=False)) if not _same(a, b))
-        return next(pairs, None if self.sizes["expected"] == self.sizes["yours"] else min(len(want), len(have)))
+        return next(
+            pairs,
+            None if self.sizes["expected"] == self.sizes["yours"] else min(len(want), len(have)),
+        )
 
 
 def read(expected: Any, got: Any, names: Names = ()) -> list[Line]:
@@ -57,31 +60,45 @@ def word(value: Any, exact: bool = False) -> str:
         return f"about 2^{value.bit_length()}"
     if type(value) is str:
         return repr(value[:40])
-    return str(value) if value is None or type(value) in (int, bool) else f"a {type(value).__name__}"
+    return (
+        str(value) if value is None or type(value) in (int, bool) else f"a {type(value).__name__}"
+    )
 
 
 def _open(value: Any) -> list[tuple[Any, Any]] | None:
-    """Up to CELLS pairs of key and item of a list, tuple, dict, array or tensor; None for what is no such thing."""
+    """Up to CELLS pairs of key and item of a list, tuple, dict, array or tensor; None for what is
+    no such thing."""
     array = isinstance(value, np.ndarray) or type(value).__module__ == "torch"
     if isinstance(value, dict):
         return list(islice(value.items(), CELLS))
-    return list(enumerate(islice(value, CELLS))) if isinstance(value, list | tuple) or (array and value.ndim) else None
+    return (
+        list(enumerate(islice(value, CELLS)))
+        if isinstance(value, list | tuple) or (array and value.ndim)
+        else None
+    )
 
 
-def _parts(value: Any, names: Names, name: str = "", depth: int = 0) -> Iterator[tuple[str, list[Any], int]]:
-    """(name, cells, size) of each innermost sequence of `value`, and of each value that stands alone between them."""
+def _parts(
+    value: Any, names: Names, name: str = "", depth: int = 0
+) -> Iterator[tuple[str, list[Any], int]]:
+    """(name, cells, size) of each innermost sequence of `value`, and of each value that stands
+    alone between them."""
     items = _open(value)
     if items is None:
         yield name, [_bare(value)], 1
         return
-    innermost = depth == DEPTH or not (names or isinstance(value, dict) or any(_open(v) is not None for _, v in items))
+    innermost = depth == DEPTH or not (
+        names or isinstance(value, dict) or any(_open(v) is not None for _, v in items)
+    )
     if innermost or not items:
         yield name, [_bare(v) for _, v in items], len(value)
     else:
         for key, item in items:
             own = key[:40] if type(key) is str else f"[{word(key)}]"
             own = names[0][key] if names and type(key) is int and key < len(names[0]) else own
-            yield from _parts(item, names[1:], f"{name} {own}" if name and names else name + own, depth + 1)
+            yield from _parts(
+                item, names[1:], f"{name} {own}" if name and names else name + own, depth + 1
+            )
 
 
 def _bare(value: Any) -> Any:

@@ -20,8 +20,11 @@ def plain(value: Any) -> Any:
     return value
 
 
-def first_difference(expected: Any, got: Any, *, tolerance: float = 1e-5, where: str = "the result") -> str | None:
-    """None when equal (numbers within `tolerance`, relative above 1), else the first difference in words."""
+def first_difference(
+    expected: Any, got: Any, *, tolerance: float = 1e-5, where: str = "the result"
+) -> str | None:
+    """None when equal (numbers within `tolerance`, relative above 1), else the first difference in
+    words."""
     return _differ(plain(expected), plain(got), tolerance, where)
 
 
@@ -50,5 +53,7 @@ def _differ(expected: Any, got: Any, tolerance: float, where: str) -> str | None
         extra = [key for key in got if key not in expected]
         return f"{where} has {extra[0]!r}, which should not be there" if extra else None
     if type(expected) is not type(got):
-        return f"{where} is a {type(got).__name__} ({got!r:.60}), expected a {type(expected).__name__}"
+        return (
+            f"{where} is a {type(got).__name__} ({got!r:.60}), expected a {type(expected).__name__}"
+        )
     return None if expected == got else f"{where} is {got!r:.80}, expected {expected!r:.80}"

@@ -1,8 +1,8 @@
 """A server's memory before paging: each request gets one piece, taken when it is admitted.
 
-How long a request will get is not known then, so a rule guesses. The rules are those that Kwon et al. (2023, the
-PagedAttention paper) compare for Orca: the longest length allowed, the next power of two, and the true length, which
-no real server knows.
+How long a request will get is not known then, so a rule guesses. The rules are those that Kwon et
+al. (2023, the PagedAttention paper) compare for Orca: the longest length allowed, the next power of
+two, and the true length, which no real server knows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Chat:
-    """One request: its name, the tokens of its prompt, and its true length, prompt and answer, which time will tell."""
+    """One request: its name, the tokens of its prompt, and its true length, prompt and answer,
+    which time will tell."""
 
     name: str
     prompt: int
@@ -35,7 +36,8 @@ class Piece:
 
 
 class Contiguous:
-    """Memory of `size` slots in a row; a request has one piece of it, the leftmost that is large enough.
+    """Memory of `size` slots in a row; a request has one piece of it, the leftmost that is large
+    enough.
 
     Examples
     --------
@@ -57,7 +59,8 @@ class Contiguous:
         return [(end, start - end) for end, start in zip(ends, starts, strict=True) if start > end]
 
     def admit(self, chat: Chat, reserve: int) -> bool:
-        """Give `chat` a piece of `reserve` slots and write its prompt; False, and nothing happens, without a place."""
+        """Give `chat` a piece of `reserve` slots and write its prompt; False, and nothing happens,
+        without a place."""
         for start, free in self.holes():
             if free >= reserve:
                 self.pieces.append(Piece(chat, start, reserve, chat.prompt))
@@ -84,8 +87,9 @@ class Contiguous:
         Returns
         -------
         dict
-            ``used``: written. ``reserved``: this request will write it later. ``internal``: held and never written.
-            ``external``: free, and as much as the next request needs, but in holes that are all too small for it.
+            ``used``: written. ``reserved``: this request will write it later. ``internal``: held
+            and never written. ``external``: free, and as much as the next request needs, but in
+            holes that are all too small for it.
         """
         holes = [free for _, free in self.holes()]
         stuck = bool(need) and sum(holes) >= need > max(holes, default=0)
@@ -98,12 +102,16 @@ class Contiguous:
 
     def segments(self) -> list[dict[str, Any]]:
         """The pieces as ``viz.memory_over_time.strip`` draws them."""
-        return [{"who": p.chat.name, "start": p.start, "used": p.used, "reserved": p.size} for p in self.pieces]
+        return [
+            {"who": p.chat.name, "start": p.start, "used": p.used, "reserved": p.size}
+            for p in self.pieces
+        ]
 
 
 @dataclass
 class Moment:
-    """The state after one step's admissions: levels, pieces, how many run, and who waits for how much."""
+    """The state after one step's admissions: levels, pieces, how many run, and who waits for how
+    much."""
 
     levels: dict[str, int]
     segments: list[dict[str, Any]]
@@ -113,7 +121,8 @@ class Moment:
 
 
 def serve(chats: Iterable[Chat], size: int, reserve: Callable[[Chat], int]) -> list[Moment]:
-    """Serve chats first come, first served: admit while the next one fits, write a token each, and so on to the end.
+    """Serve chats first come, first served: admit while the next one fits, write a token each, and
+    so on to the end.
 
     Parameters
     ----------
@@ -136,7 +145,9 @@ def serve(chats: Iterable[Chat], size: int, reserve: Callable[[Chat], int]) -> l
             waiting.popleft()
         need = reserve(waiting[0]) if waiting else 0
         refused = {"who": waiting[0].name, "need": need} if waiting else None
-        moments.append(Moment(memory.levels(need), memory.segments(), len(memory.pieces), refused, ended))
+        moments.append(
+            Moment(memory.levels(need), memory.segments(), len(memory.pieces), refused, ended)
+        )
         ended = memory.step()
     return moments
 
@@ -154,10 +165,16 @@ def rules(longest: int) -> dict[str, Callable[[Chat], int]]:
         answer = max(chat.length - chat.prompt, 1)
         return min(chat.prompt + (1 << (answer - 1).bit_length()), longest)
 
-    return {"longest allowed": lambda _: longest, "power of two": power, "true length": lambda chat: chat.length}
+    return {
+        "longest allowed": lambda _: longest,
+        "power of two": power,
+        "true length": lambda chat: chat.length,
+    }
 
 
-def chat_trace(count: int, longest: int, *, seed: int = 0, prompt: int = 160, answer: int = 220) -> list[Chat]:
+def chat_trace(
+    count: int, longest: int, *, seed: int = 0, prompt: int = 160, answer: int = 220
+) -> list[Chat]:
     """Chats whose prompts and answers have log-normal lengths: many short ones, few long ones.
 
     Parameters
@@ -168,14 +185,22 @@ def chat_trace(count: int, longest: int, *, seed: int = 0, prompt: int = 160, an
     rng = np.random.default_rng(seed)
     prompts = np.clip(rng.lognormal(np.log(prompt), 0.8, count), 4, longest // 2).astype(int)
     answers = np.clip(rng.lognormal(np.log(answer), 0.8, count), 1, longest // 2).astype(int)
-    return [Chat(f"{i}", int(p), int(p + a)) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]
+    return [
+        Chat(f"{i}", int(p), int(p + a))
+        for i, (p, a) in enumerate(zip(prompts, answers, strict=True))
+    ]
 
 
 def shares(moments: Sequence[Moment], size: int) -> dict[str, float]:
-    """Mean share of memory by fate, and ``running``: requests at a time, over the steps at which some request waits.
+    """Mean share of memory by fate, and ``running``: requests at a time, over the steps at which
+    some request waits.
 
     The steps at the end, when nobody waits, say nothing about memory and are left out.
     """
     busy = [m for m in moments if m.refused is not None] or list(moments)
     mean = {part: sum(m.levels[part] for m in busy) / len(busy) / size for part in busy[0].levels}
-    return {**mean, "free": 1 - sum(mean.values()), "running": sum(m.running for m in busy) / len(busy)}
+    return {
+        **mean,
+        "free": 1 - sum(mean.values()),
+        "running": sum(m.running for m in busy) / len(busy),
+    }

@@ -1,8 +1,9 @@
 """The check engine: what an exercise is, and how a learner's function is judged.
 
-A check runs the worked case of the statement first, then a grid of edge cases (0, 1, page-1, page, page+1), then
-seeded random cases, each on a fresh copy of its inputs and under a step budget, and compares with an oracle that does
-not use the package's own implementation. It stops at the first failing case and says what differs first.
+A check runs the worked case of the statement first, then a grid of edge cases (0, 1, page-1, page,
+page+1), then seeded random cases, each on a fresh copy of its inputs and under a step budget, and
+compares with an oracle that does not use the package's own implementation. It stops at the first
+failing case and says what differs first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A known wrong answer, and the cause that a check names when a learner's results equal this function's."""
+    """A known wrong answer, and the cause that a check names when a learner's results equal this
+    function's."""
 
     cause: str
     function: Callable[..., Any]
@@ -65,13 +67,15 @@ class Exercise:
     oracle
         The right result for the case's arguments, computed independently of the package.
     judge
-        ``judge(case, expected, got)`` returns None, or in words what is wrong; default: the first difference.
+        ``judge(case, expected, got)`` returns None, or in words what is wrong; default: the first
+        difference.
     hints
         Three, each saying more than the one before.
     picture
-        ``picture(case, expected, got)`` draws the failing state as a ``viz.style.Drawing``; it stands above expected
-        and got side by side, or alone when `alone` says so, as it must where `oracle` gives no result of the kind asked
-        for. ``parts`` name the parts of a result, level by level.
+        ``picture(case, expected, got)`` draws the failing state as a ``viz.style.Drawing``; it
+        stands above expected and got side by side, or alone when `alone` says so, as it must where
+        `oracle` gives no result of the kind asked for. ``parts`` name the parts of a result, level
+        by level.
     run
         ``run(function, *args)`` calls the learner's function when it is more than one plain call.
     rounds, steps
@@ -96,7 +100,8 @@ class Exercise:
     steps: int = 100_000
 
     def cases(self) -> Iterator[Case]:
-        """The worked case, the grid and the seeded random cases, in the order in which a check runs them."""
+        """The worked case, the grid and the seeded random cases, in the order in which a check runs
+        them."""
         yield self.worked
         yield from self.grid()
         rng = np.random.default_rng(20_260_101)
@@ -146,7 +151,9 @@ class Verdict:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         bundle = {"text/plain": repr(self)}
-        if isinstance(self.drawing, Drawing) and not self.shown:  # else it would stand twice under one cell
+        if (
+            isinstance(self.drawing, Drawing) and not self.shown
+        ):  # else it would stand twice under one cell
             bundle["image/svg+xml"] = self.drawing.svg
         return bundle
 
@@ -182,7 +189,8 @@ def exercise(id: str) -> Exercise:
 
 
 def check(id: str, function: Callable[..., Any], *, quiet: bool = False) -> Verdict:
-    """Judge a learner's function; print the verdict and return it. Never raises, but for an interrupt (Ctrl-C).
+    """Judge a learner's function; print the verdict and return it. Never raises, but for an
+    interrupt (Ctrl-C).
 
     Parameters
     ----------
@@ -200,8 +208,12 @@ def check(id: str, function: Callable[..., Any], *, quiet: bool = False) -> Verd
     except KeyboardInterrupt:
         raise
     except BaseException as e:  # an id or a function that runs code when it is looked at
-        verdict = Verdict(id if isinstance(id, str) else "?", False, f"cannot be judged ({type(e).__name__})")
-    verdict.message = verdict.message.encode(errors="backslashreplace").decode()  # half characters cannot be printed
+        verdict = Verdict(
+            id if isinstance(id, str) else "?", False, f"cannot be judged ({type(e).__name__})"
+        )
+    verdict.message = verdict.message.encode(
+        errors="backslashreplace"
+    ).decode()  # half characters cannot be printed
     if not quiet:
         print(f"{'solved' if verdict.passed else 'not yet'}: {verdict.exercise}: {verdict.message}")
         if verdict.hints and not verdict.passed:
@@ -237,9 +249,17 @@ def _judge(task: Exercise, function: Any) -> Verdict:
         try:
             got = limited(function, task.steps, partial(task.call, function, case))
         except OutOfSteps:
-            return failed(f"{shown} ran more than {task.steps:,} lines; does a loop never end?", cases=done, case=case)
+            return failed(
+                f"{shown} ran more than {task.steps:,} lines; does a loop never end?",
+                cases=done,
+                case=case,
+            )
         except NotImplementedError:
-            return failed("not written yet: replace the line that raises NotImplementedError", cases=done, case=case)
+            return failed(
+                "not written yet: replace the line that raises NotImplementedError",
+                cases=done,
+                case=case,
+            )
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # exit() in an answer must not end the learner's session
@@ -260,21 +280,29 @@ def _judge(task: Exercise, function: Any) -> Verdict:
             cause = _known_cause(task, function)
             message = f"{shown}: {problem}" + (f". This looks like: {cause}" if cause else "")
             return failed(
-                message, cases=done, case=case, expected=expected, got=got, drawing=draw(task, case, expected, got)
+                message,
+                cases=done,
+                case=case,
+                expected=expected,
+                got=got,
+                drawing=draw(task, case, expected, got),
             )
         done += 1
     return Verdict(task.id, True, f"{done} cases right", cases=done, hints=task.hints)
 
 
 def describe_call(task: Exercise, case: Case, limit: int = 400) -> str:
-    """The call of a case as a learner would write it: whole when it fits in `limit` characters, else shortened."""
+    """The call of a case as a learner would write it: whole when it fits in `limit` characters,
+    else shortened."""
     names = list(inspect.signature(_signature_of(task)).parameters)
     values = [repr(plain(value)) for value in case.args]
     parts = ", ".join(map("{}={}".format, names, values))
     if len(parts) <= limit:
         return parts
     each = limit // max(len(values), 1) - max(map(len, names)) - 3
-    return ", ".join(f"{name}={shorten(value, each)}" for name, value in zip(names, values, strict=False))
+    return ", ".join(
+        f"{name}={shorten(value, each)}" for name, value in zip(names, values, strict=False)
+    )
 
 
 def shorten(text: str, limit: int) -> str:
@@ -284,7 +312,10 @@ def shorten(text: str, limit: int) -> str:
 
 def _signature_of(task: Exercise) -> Callable[..., Any]:
     scope: dict[str, Any] = {}
-    exec("from __future__ import annotations\n" + task.signature.rstrip().rstrip(":") + ": ...", scope)
+    exec(
+        "from __future__ import annotations\n" + task.signature.rstrip().rstrip(":") + ": ...",
+        scope,
+    )
     return next(v for k, v in scope.items() if callable(v) and k != "__builtins__")
 
 
@@ -312,7 +343,8 @@ def solution(task: Exercise) -> Callable[..., Any]:
 
 
 def _known_cause(task: Exercise, function: Callable[..., Any]) -> str | None:
-    """The cause of the known wrong answer whose results the learner's function repeats in every case, if any does."""
+    """The cause of the known wrong answer whose results the learner's function repeats in every
+    case, if any does."""
     suspects = mistakes(task)
     for case in task.cases():
         if len(suspects) == 0:

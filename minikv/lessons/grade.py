@@ -1,4 +1,5 @@
-"""``minikv check NOTEBOOK``: grade a notebook from outside, in a fresh process with limits on time and memory."""
+"""``minikv check NOTEBOOK``: grade a notebook from outside, in a fresh process with limits on time
+and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ GIGABYTES = 16
 
 @dataclass(frozen=True)
 class Grade:
-    """One exercise of a graded notebook: solved or not, the check's message, and the cell that ran the check."""
+    """One exercise of a graded notebook: solved or not, the check's message, and the cell that ran
+    the check."""
 
     exercise: str
     passed: bool
@@ -30,11 +32,13 @@ class Grade:
     cell: str
 
 
-def grade(notebook: str | os.PathLike[str], *, seconds: int = SECONDS, gigabytes: int = GIGABYTES) -> list[Grade]:
+def grade(
+    notebook: str | os.PathLike[str], *, seconds: int = SECONDS, gigabytes: int = GIGABYTES
+) -> list[Grade]:
     """Run a notebook's cells in a fresh process and judge every exercise it should contain.
 
-    A cell that raises does not stop the others. An exercise without a check cell counts as not solved; one with two
-    check cells is judged by the last, and the message names both cells.
+    A cell that raises does not stop the others. An exercise without a check cell counts as not
+    solved; one with two check cells is judged by the last, and the message names both cells.
 
     Raises
     ------
@@ -45,25 +49,42 @@ def grade(notebook: str | os.PathLike[str], *, seconds: int = SECONDS, gigabytes
     cells = _read(path)
     with tempfile.TemporaryDirectory() as folder:
         result, errors = Path(folder) / "result.jsonl", Path(folder) / "errors.txt"
-        command = [sys.executable, "-m", "minikv.lessons.worker", str(path.resolve()), str(result), str(gigabytes)]
+        command = [
+            sys.executable,
+            "-m",
+            "minikv.lessons.worker",
+            str(path.resolve()),
+            str(result),
+            str(gigabytes),
+        ]
         code = _run(command, errors, seconds)
         records = _records(result)
-        place = next((record["running"] for record in reversed(records) if "running" in record), "its start")
+        place = next(
+            (record["running"] for record in reversed(records) if "running" in record), "its start"
+        )
         trouble = ""
         if code is None:
             trouble = f"the notebook ran longer than {seconds} s, it was ended in {place}"
         elif code != 0:
-            last = errors.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
+            last = errors.read_text(errors="replace").strip().splitlines()[-1:] or [
+                f"exit code {code}"
+            ]
             trouble = f"the notebook's process ended early, in {place} ({last[0]})"
     return _grades(path, cells, [record for record in records if "exercise" in record], trouble)
 
 
 def _run(command: list[str], errors: Path, seconds: int) -> int | None:
-    """The exit code of `command`, or None when it took too long; it and what it has started are ended then."""
-    # Output goes nowhere: the learner's prints are not the grade. No pipe, which a child's child could keep open.
+    """The exit code of `command`, or None when it took too long; it and what it has started are
+    ended then."""
+    # Output goes nowhere: the learner's prints are not the grade. No pipe, which a child's child
+    # could keep open.
     with errors.open("w") as stderr:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
         )
     try:
         return process.wait(seconds)
@@ -95,7 +116,9 @@ def _read(path: Path) -> list[dict]:
     except FileNotFoundError as e:
         raise ArgumentError("notebook", str(path), "there is no such file") from e
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        raise ArgumentError("notebook", str(path), f"this is not a Jupyter notebook ({type(e).__name__}: {e})") from e
+        raise ArgumentError(
+            "notebook", str(path), f"this is not a Jupyter notebook ({type(e).__name__}: {e})"
+        ) from e
     return cells
 
 
@@ -114,7 +137,9 @@ def _grades(path: Path, cells: list[dict], records: list[dict], trouble: str) ->
         last = mine[-1]
         places = list(dict.fromkeys(record["cell"] for record in mine))
         twice = (
-            f" (checked in {len(places)} cells, {' and '.join(places)}; the last one counts)" if len(places) > 1 else ""
+            f" (checked in {len(places)} cells, {' and '.join(places)}; the last one counts)"
+            if len(places) > 1
+            else ""
         )
         grades.append(Grade(id, last["passed"], last["message"] + twice, last["cell"]))
     return grades
@@ -127,7 +152,12 @@ def main(notebook: str, as_json: bool = False) -> int:
     if as_json:
         print(
             json.dumps(
-                {"notebook": notebook, "solved": solved, "of": len(grades), "exercises": [asdict(g) for g in grades]}
+                {
+                    "notebook": notebook,
+                    "solved": solved,
+                    "of": len(grades),
+                    "exercises": [asdict(g) for g in grades],
+                }
             )
         )
     else:

@@ -15,13 +15,18 @@ Matrix = Any
 
 def _attend(query: Any, keys: Any, values: Any) -> Any:
     """Plain softmax attention of one query in float64."""
-    scores = np.asarray(keys, dtype=np.float64) @ np.asarray(query, dtype=np.float64) / np.sqrt(len(query))
+    scores = (
+        np.asarray(keys, dtype=np.float64)
+        @ np.asarray(query, dtype=np.float64)
+        / np.sqrt(len(query))
+    )
     weights = np.exp(scores - scores.max())
     return weights @ np.asarray(values, dtype=np.float64) / weights.sum()
 
 
 def _requests_oracle(requests: list[Matrix], wq: Matrix, wk: Matrix, wv: Matrix) -> list[list[Any]]:
-    """The full forward of every request at once: no cache, every position sees all positions up to itself."""
+    """The full forward of every request at once: no cache, every position sees all positions up to
+    itself."""
     outputs = []
     for tokens in requests:
         q, k, v = tokens @ wq, tokens @ wk, tokens @ wv
@@ -29,7 +34,9 @@ def _requests_oracle(requests: list[Matrix], wq: Matrix, wk: Matrix, wv: Matrix)
     return outputs
 
 
-def _run_steps(function: Any, requests: list[Matrix], wq: Matrix, wk: Matrix, wv: Matrix) -> list[list[Any]]:
+def _run_steps(
+    function: Any, requests: list[Matrix], wq: Matrix, wk: Matrix, wv: Matrix
+) -> list[list[Any]]:
     """Feed each request token by token, with an empty cache of its own."""
     outputs = []
     for tokens in requests:
@@ -80,7 +87,10 @@ STEP = Exercise(
     worked=_steps_case(0, [2], 2, "the worked case"),
     grid=_steps_grid,
     random=lambda rng: _steps_case(
-        int(rng.integers(1 << 30)), rng.integers(1, 7, int(rng.integers(1, 4))).tolist(), int(rng.choice([2, 4, 8])), ""
+        int(rng.integers(1 << 30)),
+        rng.integers(1, 7, int(rng.integers(1, 4))).tolist(),
+        int(rng.choice([2, 4, 8])),
+        "",
     ),
     oracle=_requests_oracle,
     run=_run_steps,

@@ -9,7 +9,8 @@ import numpy as np
 
 from minikv.lessons.engine import Case, Exercise
 
-# Published shapes: layers, KV heads and head size, or for MLA the latent's width and the rotary part; bytes per number.
+# Published shapes: layers, KV heads and head size, or for MLA the latent's width and the rotary
+# part; bytes per number.
 SHAPES: dict[str, dict[str, Any]] = {
     "SmolLM2-135M fp32": {"layers": 30, "kv_heads": 3, "head_dim": 64, "bytes": 4},
     "Llama-3-8B bf16": {"layers": 32, "kv_heads": 8, "head_dim": 128, "bytes": 2},
@@ -39,7 +40,10 @@ def _shape_random(rng: np.random.Generator) -> dict[str, Any]:
     if rng.random() < 0.3:
         shape = {"kv_lora_rank": int(rng.choice([256, 512])), "rope_dim": int(rng.choice([32, 64]))}
     else:
-        shape = {"kv_heads": int(rng.choice([1, 2, 3, 8, 32])), "head_dim": int(rng.choice([64, 80, 128]))}
+        shape = {
+            "kv_heads": int(rng.choice([1, 2, 3, 8, 32])),
+            "head_dim": int(rng.choice([64, 80, 128])),
+        }
     return {"layers": int(rng.integers(1, 81)), **shape, "bytes": int(rng.choice([1, 2, 4]))}
 
 

@@ -11,7 +11,8 @@ from minikv.lessons.engine import Case, Exercise
 from minikv.lessons.states import events, memory_state
 from minikv.viz.style import Drawing, many
 
-# A trace is a list of ("alloc", name, size) and ("free", name); freeing a refused request does nothing.
+# A trace is a list of ("alloc", name, size) and ("free", name); freeing a refused request does
+# nothing.
 
 
 def _first_fit_oracle(capacity: int, trace: list[Any]) -> list[int | None]:
@@ -23,7 +24,11 @@ def _first_fit_oracle(capacity: int, trace: list[Any]) -> list[int | None]:
             cells = [None if cell == event[1] else cell for cell in cells]
             continue
         _, name, size = event
-        places = (i for i in range(capacity - size + 1) if all(cell is None for cell in cells[i : i + size]))
+        places = (
+            i
+            for i in range(capacity - size + 1)
+            if all(cell is None for cell in cells[i : i + size])
+        )
         start = next(places, None)
         starts.append(start)
         if start is not None:
@@ -35,14 +40,23 @@ def _first_fit_picture(case: Case, expected: Any, got: Any) -> Drawing:
     """Memory before the first alloc that got another address than it should."""
     capacity, trace = case.args
     come = got if isinstance(got, list | tuple) else []
-    wrong = next((i for i, (a, b) in enumerate(zip(expected, come, strict=False)) if a is not b and a != b), len(come))
+    wrong = next(
+        (i for i, (a, b) in enumerate(zip(expected, come, strict=False)) if a is not b and a != b),
+        len(come),
+    )
     allocs = [i for i, event in enumerate(trace) if event[0] == "alloc"]
     if not allocs:
         return memory_state(capacity, [], [], "Memory without any request")
     wrong = min(wrong, len(allocs) - 1)
     _, name, size = trace[allocs[wrong]]
     title = f"Memory when {name} asks for {many(size, 'cell')}"
-    return memory_state(capacity, trace[: allocs[wrong] + 1], expected, title, f"alloc number {wrong}, counted from 0")
+    return memory_state(
+        capacity,
+        trace[: allocs[wrong] + 1],
+        expected,
+        title,
+        f"alloc number {wrong}, counted from 0",
+    )
 
 
 def _first_fit_grid() -> Iterator[Case]:
@@ -54,11 +68,24 @@ def _first_fit_grid() -> Iterator[Case]:
         "a hole is used again, from its left",
     )
     yield Case(
-        (8, [("alloc", "a", 3), ("alloc", "b", 2), ("alloc", "c", 3), ("free", "a"), ("free", "c"), ("alloc", "d", 4)]),
+        (
+            8,
+            [
+                ("alloc", "a", 3),
+                ("alloc", "b", 2),
+                ("alloc", "c", 3),
+                ("free", "a"),
+                ("free", "c"),
+                ("alloc", "d", 4),
+            ],
+        ),
         "six cells free, but no four of them together",
     )
     yield Case(
-        (8, [("alloc", "a", 2), ("alloc", "b", 2), ("free", "a"), ("free", "b"), ("alloc", "c", 4)]),
+        (
+            8,
+            [("alloc", "a", 2), ("alloc", "b", 2), ("free", "a"), ("free", "b"), ("alloc", "c", 4)],
+        ),
         "two holes become one",
     )
     yield Case(
@@ -66,7 +93,16 @@ def _first_fit_grid() -> Iterator[Case]:
         "a refused request leaves no trace",
     )
     yield Case(
-        (10, [("alloc", "a", 2), ("alloc", "b", 4), ("alloc", "c", 2), ("free", "b"), ("alloc", "d", 2)]),
+        (
+            10,
+            [
+                ("alloc", "a", 2),
+                ("alloc", "b", 4),
+                ("alloc", "c", 2),
+                ("free", "b"),
+                ("alloc", "d", 2),
+            ],
+        ),
         "first, not best",
     )
 
@@ -92,7 +128,10 @@ FIRST_FIT = Exercise(
         "place is large enough. With capacity 8: alloc a 3, alloc b 3, free a, alloc c 2 gives `[0, 3, 0]`."
     ),
     signature="def first_fit(capacity: int, trace: list[tuple]) -> list[int | None]",
-    worked=Case((8, [("alloc", "a", 3), ("alloc", "b", 3), ("free", "a"), ("alloc", "c", 2)]), "the worked case"),
+    worked=Case(
+        (8, [("alloc", "a", 3), ("alloc", "b", 3), ("free", "a"), ("alloc", "c", 2)]),
+        "the worked case",
+    ),
     grid=_first_fit_grid,
     random=_first_fit_random,
     oracle=_first_fit_oracle,
@@ -134,9 +173,15 @@ def _refused_picture(case: Case, expected: Any, got: Any) -> Drawing:
     trace = events(got)
     starts = _first_fit_oracle(capacity, trace)
     last: tuple[Any, ...] = trace[-1] if trace else ("free", "")
-    asked = f"{last[1]} asks for {many(last[2], 'cell')}" if last[0] == "alloc" else "your trace ends"
+    asked = (
+        f"{last[1]} asks for {many(last[2], 'cell')}" if last[0] == "alloc" else "your trace ends"
+    )
     return memory_state(
-        capacity, trace, starts, f"Memory when {asked}", f"after {many(len(trace), 'event')} of your trace"
+        capacity,
+        trace,
+        starts,
+        f"Memory when {asked}",
+        f"after {many(len(trace), 'event')} of your trace",
     )
 
 
@@ -151,7 +196,11 @@ REFUSED = Exercise(
     signature="def refused_trace(capacity: int) -> list[tuple]",
     worked=Case((8,), "the worked case"),
     grid=lambda: iter(
-        [Case((3,), "three cells are enough"), Case((4,), "an even capacity"), Case((5,), "an odd capacity")]
+        [
+            Case((3,), "three cells are enough"),
+            Case((4,), "an even capacity"),
+            Case((5,), "an odd capacity"),
+        ]
     ),
     random=lambda rng: Case((int(rng.integers(3, 200)),)),
     oracle=lambda capacity: capacity,

@@ -15,9 +15,14 @@ from minikv.viz.style import Drawing
 
 
 def _extend_oracle(
-    free: list[int], prefix_lens: list[int], seq_lens: list[int], last_loc: list[int], page_size: int
+    free: list[int],
+    prefix_lens: list[int],
+    seq_lens: list[int],
+    last_loc: list[int],
+    page_size: int,
 ) -> Any:
-    """Place every new token by itself: into the page under the last token while it has room, else into a new page."""
+    """Place every new token by itself: into the page under the last token while it has room, else
+    into a new page."""
     left, slots = list(free), []
     for prefix, total, last in zip(prefix_lens, seq_lens, last_loc, strict=True):
         for position in range(prefix, total):
@@ -45,9 +50,15 @@ def _decode_walk_oracle(
 
 
 def _decode_walk(
-    function: Any, free: list[int], lengths: list[int], last_loc: list[int], page_size: int, steps: int
+    function: Any,
+    free: list[int],
+    lengths: list[int],
+    last_loc: list[int],
+    page_size: int,
+    steps: int,
 ) -> Any:
-    """Call the learner's alloc_decode once per step, each time with what it returned the step before."""
+    """Call the learner's alloc_decode once per step, each time with what it returned the step
+    before."""
     results, left, lengths, last = [], list(free), list(lengths), list(last_loc)
     for _ in range(steps):
         lengths = [n + 1 for n in lengths]
@@ -75,7 +86,9 @@ def _judge_pair(case: Case, expected: Any, got: Any) -> str | None:
     if expected[0] is None or slots is None:
         if (expected[0] is None) != (slots is None):
             right = (
-                "there are too few pages, so slots must be None" if expected[0] is None else "there are pages enough"
+                "there are too few pages, so slots must be None"
+                if expected[0] is None
+                else "there are pages enough"
             )
             return f"slots = {slots}: {right}"
     elif list(slots) != list(expected[0]):
@@ -107,9 +120,18 @@ def _extend_grid() -> Iterator[Case]:
             (p + 1, 3 * p + 1, "rest of a page, a whole page, a page begun"),
         ):
             if 0 <= prefix <= total:
-                yield Case(([3, 5, 6, 8], [prefix], [total], [_request(prefix, 2, p)], p), f"page size {p}: {why}")
-    yield Case(([3, 5, 6], [3, 0], [4, 2], [2 * 4 + 2, -1], 4), "two requests: only the second opens a page")
-    yield Case(([3, 5, 6], [0, 0], [5, 5], [-1, -1], 4), "too few pages for both: None, and the free list as it was")
+                yield Case(
+                    ([3, 5, 6, 8], [prefix], [total], [_request(prefix, 2, p)], p),
+                    f"page size {p}: {why}",
+                )
+    yield Case(
+        ([3, 5, 6], [3, 0], [4, 2], [2 * 4 + 2, -1], 4),
+        "two requests: only the second opens a page",
+    )
+    yield Case(
+        ([3, 5, 6], [0, 0], [5, 5], [-1, -1], 4),
+        "too few pages for both: None, and the free list as it was",
+    )
     yield Case(([3], [2, 4], [4, 8], [2 * 4 + 1, 1 * 4 + 3], 4), "the last free page")
     yield Case(([], [], [], [], 4), "an empty batch")
 
@@ -171,13 +193,22 @@ ALLOC_EXTEND = Exercise(
 def _decode_grid() -> Iterator[Case]:
     for p in (1, 4):
         yield Case(
-            ([3, 5, 6], [p], [_request(p, 2, p)], p, 1), f"page size {p}: the last page is full, a new one opens"
+            ([3, 5, 6], [p], [_request(p, 2, p)], p, 1),
+            f"page size {p}: the last page is full, a new one opens",
         )
-        yield Case(([3, 5, 6], [p + 1], [_request(p + 1, 2, p)], p, 2 * p + 1), f"page size {p}: a walk over page ends")
+        yield Case(
+            ([3, 5, 6], [p + 1], [_request(p + 1, 2, p)], p, 2 * p + 1),
+            f"page size {p}: a walk over page ends",
+        )
     yield Case(([], [3], [2 * 4 + 2], 4, 1), "no free page, and none is needed")
     yield Case(([], [4], [2 * 4 + 3], 4, 1), "no free page, and one is needed: None")
-    yield Case(([7], [4, 8], [4 + 3, 8 + 3], 4, 1), "two requests need pages, one is free: None, nothing taken")
-    yield Case(([7, 9], [4, 6, 8], [4 + 3, 8 + 1, 12 + 3], 4, 3), "pages go to the requests in batch order")
+    yield Case(
+        ([7], [4, 8], [4 + 3, 8 + 3], 4, 1),
+        "two requests need pages, one is free: None, nothing taken",
+    )
+    yield Case(
+        ([7, 9], [4, 6, 8], [4 + 3, 8 + 1, 12 + 3], 4, 3), "pages go to the requests in batch order"
+    )
 
 
 def _decode_random(rng: np.random.Generator) -> Case:
@@ -187,7 +218,8 @@ def _decode_random(rng: np.random.Generator) -> Case:
     lengths = rng.integers(1, 3 * p + 1, n).tolist()
     last = [_request(length, pages.pop(), p) for length in lengths]
     return Case(
-        (sorted(pages[: int(rng.integers(0, 30))]), lengths, last, p, int(rng.integers(1, 12))), "a random walk"
+        (sorted(pages[: int(rng.integers(0, 30))]), lengths, last, p, int(rng.integers(1, 12))),
+        "a random walk",
     )
 
 
@@ -199,7 +231,9 @@ def _decode_picture(case: Case, expected: Any, got: Any) -> Drawing:
     if at:
         last, free = expected[at - 1]
     wrong = _first_wrong(expected[at][0], steps[at][0] if steps else None)
-    return alloc_state(free, [n + at for n in lengths], last, [1] * len(lengths), expected[at], page_size, wrong)
+    return alloc_state(
+        free, [n + at for n in lengths], last, [1] * len(lengths), expected[at], page_size, wrong
+    )
 
 
 ALLOC_DECODE = Exercise(
@@ -340,9 +374,13 @@ def _choose_oracle(lengths: list[int], sizes: list[int], token_bytes: int, entry
 
 def _choose_grid() -> Iterator[Case]:
     yield Case(([1, 1, 1], [1, 4, 16], 100, 8), "short requests: large pages stand mostly empty")
-    yield Case(([4096], [1, 4, 16], 100, 8), "one long request: small pages need many table entries")
+    yield Case(
+        ([4096], [1, 4, 16], 100, 8), "one long request: small pages need many table entries"
+    )
     yield Case(([16, 32], [1, 4, 16], 1, 1), "lengths that fill their pages exactly")
-    yield Case(([0, 0], [4, 1, 16], 100, 8), "no tokens: every size costs nothing, the smallest wins")
+    yield Case(
+        ([0, 0], [4, 1, 16], 100, 8), "no tokens: every size costs nothing, the smallest wins"
+    )
     yield Case(([5, 6, 7], [8, 4, 2], 8, 64), "sizes in any order")
 
 

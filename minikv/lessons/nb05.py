@@ -21,7 +21,8 @@ def _judge_numbers(case: Case, expected: Any, got: Any) -> str | None:
 
 
 def _softmax_oracle(scores: Any, values: Any) -> Any:
-    """All scores at once, in float64; scores of -inf have no weight, and without any weight the result is 0."""
+    """All scores at once, in float64; scores of -inf have no weight, and without any weight the
+    result is 0."""
     scores, values = np.asarray(scores, dtype=np.float64), np.asarray(values, dtype=np.float64)
     seen = np.isfinite(scores)
     if not seen.any():
@@ -37,12 +38,16 @@ def _two_tiles_oracle(scores1: Any, values1: Any, scores2: Any, values2: Any) ->
 def _tiles(scores1: list[float], scores2: list[float], why: str = "") -> Case:
     n = len(scores1) + len(scores2)
     values = np.arange(2.0 * n).reshape(n, 2)
-    return Case((np.array(scores1), values[: len(scores1)], np.array(scores2), values[len(scores1) :]), why)
+    return Case(
+        (np.array(scores1), values[: len(scores1)], np.array(scores2), values[len(scores1) :]), why
+    )
 
 
 def _tiles_grid() -> Iterator[Case]:
     yield _tiles([0.0, 0.0], [0.0, 0.0], "equal scores: the mean of all values")
-    yield _tiles([0.0, 1.0], [5.0, 2.0], "the second tile has the larger maximum: rescale what came before")
+    yield _tiles(
+        [0.0, 1.0], [5.0, 2.0], "the second tile has the larger maximum: rescale what came before"
+    )
     yield _tiles([5.0, 2.0], [0.0, 1.0], "the first tile has the larger maximum")
     yield _tiles([1000.0, 999.0], [998.0, 1001.0], "large scores: exp would overflow")
     yield _tiles([-1000.0, -999.0], [-998.0, -1001.0], "very small scores: exp would vanish")
@@ -74,7 +79,9 @@ ONLINE = Exercise(
         "result is `[7.03]`."
     ),
     signature="def two_tiles(scores1: np.ndarray, values1: np.ndarray, scores2: np.ndarray, values2: np.ndarray) -> np.ndarray",
-    worked=Case(tuple(map(np.array, ([0.0, 0.0], [[2.0], [4.0]], [1.0], [[10.0]]))), "the worked case"),
+    worked=Case(
+        tuple(map(np.array, ([0.0, 0.0], [[2.0], [4.0]], [1.0], [[10.0]]))), "the worked case"
+    ),
     grid=_tiles_grid,
     random=_tiles_random,
     oracle=_two_tiles_oracle,
@@ -89,7 +96,9 @@ ONLINE = Exercise(
 # ------------------------------------------------------------------------------------------------------ paged decode
 
 
-def _paged_oracle(q: Any, k_pool: Any, v_pool: Any, pages: list[int], length: int, page_size: int) -> Any:
+def _paged_oracle(
+    q: Any, k_pool: Any, v_pool: Any, pages: list[int], length: int, page_size: int
+) -> Any:
     """Collect the keys and values of each head one slot at a time, then attend in float64."""
     heads, kv_heads, out = q.shape[0], k_pool.shape[1], []
     slots = [page * page_size + i for page in pages for i in range(page_size)][:length]
@@ -101,7 +110,9 @@ def _paged_oracle(q: Any, k_pool: Any, v_pool: Any, pages: list[int], length: in
     return out
 
 
-def _paged_case(seed: int, length: int, page_size: int, heads: int = 2, kv_heads: int = 1, why: str = "") -> Case:
+def _paged_case(
+    seed: int, length: int, page_size: int, heads: int = 2, kv_heads: int = 1, why: str = ""
+) -> Case:
     rng = np.random.default_rng(seed)
     d, pages = 4, (rng.permutation(9) + 1)[: -(-length // page_size)].tolist()
     k, v = (np.full((10 * page_size, kv_heads, d), np.nan) for _ in range(2))

@@ -1,4 +1,5 @@
-"""Exercises of notebook 06: match, insert and split in a radix tree, and why an identical prompt may hit nothing."""
+"""Exercises of notebook 06: match, insert and split in a radix tree, and why an identical prompt
+may hit nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from minikv.lessons.picture import attempt, side_by_side, stack
 from minikv.lessons.states import nested, tree_state
 from minikv.viz.style import Drawing
 
-# A tree in these exercises is plain data: {"key": [...], "slots": [...], "children": {first token: node}};
-# the root's key and slots are empty.
+# A tree in these exercises is plain data: {"key": [...], "slots": [...], "children": {first token:
+# node}}; the root's key and slots are empty.
 
 
 def leaf(key: list[int], slots: list[int]) -> dict[str, Any]:
@@ -23,7 +24,8 @@ def leaf(key: list[int], slots: list[int]) -> dict[str, Any]:
 
 
 def tree_of(sequences: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
-    """The radix tree of some token sequences, built from the set of all their prefixes instead of by splitting."""
+    """The radix tree of some token sequences, built from the set of all their prefixes instead of
+    by splitting."""
     root = leaf([], [])
 
     def grow(node: dict[str, Any], rows: list[tuple[list[int], list[int]]]) -> None:
@@ -40,7 +42,9 @@ def tree_of(sequences: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
     return root
 
 
-def paths(node: dict[str, Any], before: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], int]]:
+def paths(
+    node: dict[str, Any], before: tuple[int, ...] = ()
+) -> Iterator[tuple[tuple[int, ...], int]]:
     """Every cached prefix of a tree with the slot of its last token."""
     for token, slot in zip(node["key"], node["slots"], strict=True):
         before = (*before, token)
@@ -55,7 +59,9 @@ def _sequences(rng: np.random.Generator, count: int) -> list[tuple[list[int], li
     rows = []
     for _ in range(count):
         tokens = rng.integers(1, 4, int(rng.integers(1, 9))).tolist()
-        slots = [known.setdefault(tuple(tokens[: i + 1]), 100 + len(known)) for i in range(len(tokens))]
+        slots = [
+            known.setdefault(tuple(tokens[: i + 1]), 100 + len(known)) for i in range(len(tokens))
+        ]
         rows.append((tokens, slots))
     return rows
 
@@ -65,7 +71,9 @@ def _picture(case: Case, expected: Any, got: Any) -> Drawing:
     root, tokens, *slots = case.args
     shared = len(_match_oracle(root, tokens))
     note = f"insert {tokens} with slots {slots[0]}" if slots else f"look up {tokens}"
-    return tree_state(nested(root, tokens), 1, title="The tree before the call", note=note, reused=shared)
+    return tree_state(
+        nested(root, tokens), 1, title="The tree before the call", note=note, reused=shared
+    )
 
 
 def _insert_picture(case: Case, expected: Any, got: Any) -> Drawing:
@@ -75,10 +83,14 @@ def _insert_picture(case: Case, expected: Any, got: Any) -> Drawing:
         note = f"insert returned {word(result[0])}"
         return tree_state(nested(result[1]), 1, title=title, note=note)
 
-    yours = attempt(lambda: after("Your tree after the call", got) if isinstance(got[1], dict) else None) or attempt(
-        lambda: side_by_side(expected, got)
-    )
-    drawings = [_picture(case, expected, got), after("The tree as it should be after the call", expected), yours]
+    yours = attempt(
+        lambda: after("Your tree after the call", got) if isinstance(got[1], dict) else None
+    ) or attempt(lambda: side_by_side(expected, got))
+    drawings = [
+        _picture(case, expected, got),
+        after("The tree as it should be after the call", expected),
+        yours,
+    ]
     return stack(*(drawing for drawing in drawings if drawing is not None))
 
 
@@ -106,7 +118,10 @@ def _match_grid() -> Iterator[Case]:
     yield Case((SMALL, [1, 2, 3]), "the match ends inside a node")
     yield Case((SMALL, [1, 2, 3, 9]), "the prompt leaves a node in its middle")
     yield Case((SMALL, [1, 9]), "it leaves the first node after one token")
-    yield Case((SMALL, [1, 5]), "it leaves the first node, and a child of that node begins with the next token")
+    yield Case(
+        (SMALL, [1, 5]),
+        "it leaves the first node, and a child of that node begins with the next token",
+    )
     yield Case((SMALL, [1, 2, 3, 4]), "the whole prompt is cached")
     yield Case((SMALL, [1, 2, 3, 4, 5, 6]), "the prompt goes on below a leaf")
     yield Case((SMALL, [7]), "a node of one token")
@@ -124,7 +139,9 @@ MATCH_PREFIX = Exercise(
     signature="def match_prefix(root: dict, tokens: list[int]) -> list[int]",
     worked=Case((tree_of([([1, 2, 3], [10, 11, 12])]), [1, 2, 9]), "the worked case"),
     grid=_match_grid,
-    random=lambda rng: Case((tree_of(_sequences(rng, int(rng.integers(0, 7)))), rng.integers(1, 4, 7).tolist())),
+    random=lambda rng: Case(
+        (tree_of(_sequences(rng, int(rng.integers(0, 7)))), rng.integers(1, 4, 7).tolist())
+    ),
     oracle=_match_oracle,
     picture=_picture,
     hints=(
@@ -150,12 +167,15 @@ def _insert_oracle(root: dict[str, Any], tokens: list[int], slots: list[int]) ->
     while present < len(tokens) and tuple(tokens[: present + 1]) in table:
         present += 1
     mine = [table[tuple(tokens[: i + 1])] if i < present else slots[i] for i in range(len(tokens))]
-    rows = [([*prefix], [table[prefix[: i + 1]] for i in range(len(prefix))]) for prefix in _ends(root)]
+    rows = [
+        ([*prefix], [table[prefix[: i + 1]] for i in range(len(prefix))]) for prefix in _ends(root)
+    ]
     return [present, tree_of([*rows, (tokens, mine)])]
 
 
 def _ends(node: dict[str, Any], before: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """The sequences that end at some node, so that the rebuilt tree keeps the node borders that are there."""
+    """The sequences that end at some node, so that the rebuilt tree keeps the node borders that are
+    there."""
     before = (*before, *node["key"])
     if node["key"]:
         yield before
@@ -178,7 +198,9 @@ def _tree_difference(expected: Any, got: Any, where: str) -> str | None:
     if set(got["children"]) != set(expected["children"]):
         return f"{where} has children under {sorted(got['children'])}, expected {sorted(expected['children'])}"
     for first in sorted(expected["children"]):
-        problem = _tree_difference(expected["children"][first], got["children"][first], f"the child {first} of {where}")
+        problem = _tree_difference(
+            expected["children"][first], got["children"][first], f"the child {first} of {where}"
+        )
         if problem:
             return problem
     return None
@@ -188,16 +210,29 @@ def _insert_grid() -> Iterator[Case]:
     yield Case((leaf([], []), [1, 2], [20, 21]), "into an empty tree")
     yield Case((SMALL, [], []), "nothing to insert")
     yield Case((SMALL, [8, 9], [20, 21]), "a new child of the root")
-    yield Case((SMALL, [1, 2, 3, 4, 6], [20, 21, 22, 23, 24]), "below a leaf: the rest becomes its child")
+    yield Case(
+        (SMALL, [1, 2, 3, 4, 6], [20, 21, 22, 23, 24]), "below a leaf: the rest becomes its child"
+    )
     yield Case((SMALL, [1, 2, 3, 4], [20, 21, 22, 23]), "already there: nothing changes")
     yield Case((SMALL, [1, 2, 3], [20, 21, 22]), "ends inside a node: split it, add nothing")
-    yield Case((SMALL, [1, 2, 3, 9], [20, 21, 22, 23]), "leaves a leaf in its middle: split, then two children")
-    yield Case((SMALL, [1, 9], [20, 21]), "splits a node that has children: they stay with the lower half")
+    yield Case(
+        (SMALL, [1, 2, 3, 9], [20, 21, 22, 23]),
+        "leaves a leaf in its middle: split, then two children",
+    )
+    yield Case(
+        (SMALL, [1, 9], [20, 21]), "splits a node that has children: they stay with the lower half"
+    )
 
 
 def _insert_random(rng: np.random.Generator) -> Case:
     tokens = rng.integers(1, 4, int(rng.integers(1, 8))).tolist()
-    return Case((tree_of(_sequences(rng, int(rng.integers(0, 7)))), tokens, list(range(500, 500 + len(tokens)))))
+    return Case(
+        (
+            tree_of(_sequences(rng, int(rng.integers(0, 7)))),
+            tokens,
+            list(range(500, 500 + len(tokens))),
+        )
+    )
 
 
 INSERT_SPLIT = Exercise(
@@ -247,7 +282,10 @@ def _why_oracle(length: int, page_size: int, same_namespace: bool, cached_before
 
 def _why_grid() -> Iterator[Case]:
     yield Case((3, 4, True, True), "shorter than a page")
-    yield Case((4, 4, True, True), "exactly a page: the last token is always computed, so the page cannot be used")
+    yield Case(
+        (4, 4, True, True),
+        "exactly a page: the last token is always computed, so the page cannot be used",
+    )
     yield Case((5, 4, True, True), "one token more than a page")
     yield Case((8, 4, True, True), "exactly two pages: one is used")
     yield Case((2, 1, True, True), "page size 1")
@@ -272,7 +310,12 @@ WHY_ZERO = Exercise(
     worked=Case((10, 4, True, True), "the worked case"),
     grid=_why_grid,
     random=lambda rng: Case(
-        (int(rng.integers(1, 60)), int(rng.choice([1, 2, 4, 16])), bool(rng.random() < 0.8), bool(rng.random() < 0.8))
+        (
+            int(rng.integers(1, 60)),
+            int(rng.choice([1, 2, 4, 16])),
+            bool(rng.random() < 0.8),
+            bool(rng.random() < 0.8),
+        )
     ),
     oracle=_why_oracle,
     parts=[("cached tokens", "reason")],

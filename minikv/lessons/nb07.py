@@ -19,7 +19,11 @@ def _floor_oracle(key: list[int], tokens: list[int], page_size: int) -> int:
     pages = [tuple(key[i : i + page_size]) for i in range(0, len(key), page_size)]
     asked = [tuple(tokens[i : i + page_size]) for i in range(0, len(tokens), page_size)]
     count = 0
-    while count < min(len(pages), len(asked)) and len(asked[count]) == page_size and pages[count] == asked[count]:
+    while (
+        count < min(len(pages), len(asked))
+        and len(asked[count]) == page_size
+        and pages[count] == asked[count]
+    ):
         count += 1
     return count * page_size
 
@@ -31,8 +35,12 @@ def _floor_grid() -> Iterator[Case]:
     yield Case((key, [1, 2, 3, 4], 4), "exactly a page")
     yield Case((key, [1, 2, 3, 4, 5], 4), "a page and one token")
     yield Case((key, [1, 2, 3, 9, 5, 6, 7, 8], 4), "the last token of the first page differs")
-    yield Case((key, [1, 2, 3, 4, 5, 9, 7, 8], 4), "a token in the middle of the second page differs")
-    yield Case((key, [9, 2, 3, 4, 5, 6, 7, 8], 4), "the first token differs: later pages do not count")
+    yield Case(
+        (key, [1, 2, 3, 4, 5, 9, 7, 8], 4), "a token in the middle of the second page differs"
+    )
+    yield Case(
+        (key, [9, 2, 3, 4, 5, 6, 7, 8], 4), "the first token differs: later pages do not count"
+    )
     yield Case((key, [*key, 9, 9, 9, 9], 4), "the prompt goes on")
     yield Case((key, [1, 2, 3], 1), "page size 1")
     yield Case(([], [1, 2, 3, 4], 4), "an empty key")
@@ -41,7 +49,10 @@ def _floor_grid() -> Iterator[Case]:
 def _floor_random(rng: np.random.Generator) -> Case:
     p = int(rng.choice([1, 2, 4, 16]))
     key = rng.integers(1, 3, p * int(rng.integers(0, 5))).tolist()
-    tokens = [*key[: int(rng.integers(0, len(key) + 1))], *rng.integers(1, 3, int(rng.integers(0, 2 * p))).tolist()]
+    tokens = [
+        *key[: int(rng.integers(0, len(key) + 1))],
+        *rng.integers(1, 3, int(rng.integers(0, 2 * p))).tolist(),
+    ]
     return Case((key, tokens, p))
 
 
@@ -77,14 +88,21 @@ def _plan_oracle(tokens: list[int], cached: list[list[int]], page_size: int) -> 
 
 def _plan_grid() -> Iterator[Case]:
     yield Case(
-        ([1, 2, 3, 4], [[1, 2, 3, 4]], 4), "everything is cached, in exactly one page: nothing of it can be used"
+        ([1, 2, 3, 4], [[1, 2, 3, 4]], 4),
+        "everything is cached, in exactly one page: nothing of it can be used",
     )
-    yield Case(([1, 2, 3, 4, 5, 6, 7, 8], [[1, 2, 3, 4, 5, 6, 7, 8]], 4), "everything is cached in two pages")
+    yield Case(
+        ([1, 2, 3, 4, 5, 6, 7, 8], [[1, 2, 3, 4, 5, 6, 7, 8]], 4),
+        "everything is cached in two pages",
+    )
     yield Case(([1, 2, 3, 4, 5], [[1, 2, 3, 4]], 4), "all but one token cached")
     yield Case(([1, 2, 3], [[1, 2, 3]], 1), "page size 1, fully cached")
     yield Case(([7], [[7]], 1), "a prompt of one token, cached")
     yield Case(([1, 2, 3], [], 4), "an empty cache")
-    yield Case(([1, 2, 3, 4, 5, 6], [[1, 2, 9, 9], [1, 2, 3, 4], [1, 9, 9, 9]], 4), "the longest of several")
+    yield Case(
+        ([1, 2, 3, 4, 5, 6], [[1, 2, 9, 9], [1, 2, 3, 4], [1, 9, 9, 9]], 4),
+        "the longest of several",
+    )
 
 
 def _plan_random(rng: np.random.Generator) -> Case:
@@ -111,7 +129,10 @@ PLAN_PREFILL = Exercise(
     random=_plan_random,
     oracle=_plan_oracle,
     picture=lambda case, expected, got: cache_state(
-        case.args[1], case.args[0][:-1], case.args[2], "The cached pages, and what this prompt can use"
+        case.args[1],
+        case.args[0][:-1],
+        case.args[2],
+        "The cached pages, and what this prompt can use",
     ),
     parts=[("cached", "to run")],
     judge=lambda case, expected, got: (
@@ -148,7 +169,12 @@ def _node(name: str, parent: str | None, tokens: int, locks: int, last_use: int)
     return {"name": name, "parent": parent, "tokens": tokens, "locks": locks, "last_use": last_use}
 
 
-CHAIN = [_node("a", None, 4, 0, 1), _node("b", "a", 4, 0, 5), _node("c", "b", 4, 0, 6), _node("d", None, 4, 0, 9)]
+CHAIN = [
+    _node("a", None, 4, 0, 1),
+    _node("b", "a", 4, 0, 5),
+    _node("c", "b", 4, 0, 6),
+    _node("d", None, 4, 0, 9),
+]
 
 
 def _evict_grid() -> Iterator[Case]:
@@ -159,9 +185,13 @@ def _evict_grid() -> Iterator[Case]:
     yield Case((CHAIN, 9), "at least so many tokens: one leaf more")
     yield Case((CHAIN, 100), "more than there is: everything goes")
     yield Case(
-        ([_node("a", None, 4, 1, 1), _node("b", "a", 4, 1, 2), _node("c", None, 4, 0, 3)], 8), "a locked path stays"
+        ([_node("a", None, 4, 1, 1), _node("b", "a", 4, 1, 2), _node("c", None, 4, 0, 3)], 8),
+        "a locked path stays",
     )
-    yield Case(([_node("a", None, 4, 1, 1), _node("b", "a", 4, 0, 2)], 8), "an unlocked leaf under a locked parent")
+    yield Case(
+        ([_node("a", None, 4, 1, 1), _node("b", "a", 4, 0, 2)], 8),
+        "an unlocked leaf under a locked parent",
+    )
     yield Case(([_node("a", None, 4, 1, 1)], 4), "only locked nodes: nothing can go")
 
 
@@ -169,7 +199,11 @@ def _evict_random(rng: np.random.Generator) -> Case:
     nodes: list[dict[str, Any]] = []
     uses = rng.permutation(20)
     for i in range(int(rng.integers(1, 12))):
-        parent = None if not nodes or rng.random() < 0.4 else nodes[int(rng.integers(len(nodes)))]["name"]
+        parent = (
+            None
+            if not nodes or rng.random() < 0.4
+            else nodes[int(rng.integers(len(nodes)))]["name"]
+        )
         nodes.append(_node(chr(97 + i), parent, 4 * int(rng.integers(1, 4)), 0, int(uses[i])))
     by_name = {n["name"]: n for n in nodes}
     for n in nodes:
@@ -186,11 +220,18 @@ def _evict_picture(case: Case, expected: Any, got: Any) -> Drawing:
     nodes, num_tokens = case.args
     number = {node["name"]: i for i, node in enumerate(nodes)}
     plain = [
-        {**n, "key": [number[n["name"]]] * n["tokens"], "up": number.get(n["parent"]), "evicted": n["name"] in expected}
+        {
+            **n,
+            "key": [number[n["name"]]] * n["tokens"],
+            "up": number.get(n["parent"]),
+            "evicted": n["name"] in expected,
+        }
         for n in nodes
     ]
     order = ", in this order" if len(expected) > 1 else ""
-    note = f"evict {num_tokens} tokens: {shorten(', '.join(expected) or 'nothing', 40)} must go{order}"
+    note = (
+        f"evict {num_tokens} tokens: {shorten(', '.join(expected) or 'nothing', 40)} must go{order}"
+    )
     return tree_state(plain, 4, title="The tree before the call", note=note, texts=list(number))
 
 
@@ -221,25 +262,40 @@ EVICT = Exercise(
 
 
 def _duplicate_oracle(row: list[int], tree: list[int], protected: int) -> Any:
-    """Compare slot by slot: where the tree has another slot than the request, the request's own copy is free."""
+    """Compare slot by slot: where the tree has another slot than the request, the request's own
+    copy is free."""
     new_row = [tree[i] if i < len(tree) else slot for i, slot in enumerate(row)]
-    free = [slot for i, slot in enumerate(row) if i < len(tree) and i >= protected and tree[i] != slot]
+    free = [
+        slot for i, slot in enumerate(row) if i < len(tree) and i >= protected and tree[i] != slot
+    ]
     return [free, new_row]
 
 
 def _duplicate_grid() -> Iterator[Case]:
-    yield Case(([8, 9, 10, 11], [8, 9, 10, 11], 0), "the tree took the request's own slots: nothing to free")
-    yield Case(([8, 9, 10, 11], [4, 5, 6, 7], 0), "another request was first: all four are duplicates")
     yield Case(
-        ([4, 5, 6, 7, 12, 13, 14, 15], [4, 5, 6, 7, 20, 21, 22, 23], 4), "the first page was shared from the start"
+        ([8, 9, 10, 11], [8, 9, 10, 11], 0),
+        "the tree took the request's own slots: nothing to free",
     )
-    yield Case(([8, 9, 10, 11, 12, 13], [4, 5, 6, 7], 0), "the unaligned tail stays the request's own")
+    yield Case(
+        ([8, 9, 10, 11], [4, 5, 6, 7], 0), "another request was first: all four are duplicates"
+    )
+    yield Case(
+        ([4, 5, 6, 7, 12, 13, 14, 15], [4, 5, 6, 7, 20, 21, 22, 23], 4),
+        "the first page was shared from the start",
+    )
+    yield Case(
+        ([8, 9, 10, 11, 12, 13], [4, 5, 6, 7], 0), "the unaligned tail stays the request's own"
+    )
     yield Case(([4, 5, 6, 7, 12], [4, 5, 6, 7], 4), "nothing new")
     yield Case(([12, 13], [], 0), "shorter than a page")
     yield Case(
-        ([8, 9, 10, 11, 12, 13, 14, 15], [4, 5, 6, 7, 12, 13, 14, 15], 0), "the second page is the request's own"
+        ([8, 9, 10, 11, 12, 13, 14, 15], [4, 5, 6, 7, 12, 13, 14, 15], 0),
+        "the second page is the request's own",
     )
-    yield Case(([4, 5, 6, 7, 12, 13], [20, 21, 22, 23], 4), "a borrowed page was moved: its old slots are the mover's")
+    yield Case(
+        ([4, 5, 6, 7, 12, 13], [20, 21, 22, 23], 4),
+        "a borrowed page was moved: its old slots are the mover's",
+    )
     yield Case(
         ([4, 5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 28, 29, 30, 31], 4),
         "a borrowed page was moved, and the next page is a duplicate",

@@ -1,4 +1,5 @@
-"""Exercises of notebook 08: the index arrays of a ragged batch, and the order in which to run requests."""
+"""Exercises of notebook 08: the index arrays of a ragged batch, and the order in which to run
+requests."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ ARRAYS = Exercise(
 
 
 def computed_tokens(prompts: list[list[int]], order: list[int]) -> int:
-    """Tokens computed when the cache holds just the request before: each prompt minus what it shares with that one."""
+    """Tokens computed when the cache holds just the request before: each prompt minus what it
+    shares with that one."""
     total, before = 0, []
     for index in order:
         prompt, shared = prompts[index], 0
@@ -105,16 +107,26 @@ def _judge_order(case: Case, expected: int, got: Any) -> str | None:
     if not isinstance(got, list | tuple) or sorted(got) != list(range(len(prompts))):
         return f"returned {got!r}; return every index 0..{len(prompts) - 1} once"
     computed = computed_tokens(prompts, list(got))
-    return None if computed == expected else f"order {list(got)} computes {computed} tokens; {expected} are enough"
+    return (
+        None
+        if computed == expected
+        else f"order {list(got)} computes {computed} tokens; {expected} are enough"
+    )
 
 
 def _order_picture(case: Case, expected: int, got: Any) -> Drawing:
     """The prompts in the order that came, or as they stand when that is none."""
     prompts, every = case.args[0], list(range(len(case.args[0])))
-    whole = isinstance(got, list | tuple) and len(got) == len(every) and all(type(i) is int for i in got)
+    whole = (
+        isinstance(got, list | tuple)
+        and len(got) == len(every)
+        and all(type(i) is int for i in got)
+    )
     if whole and sorted(got) == every:
         return order_state(prompts, list(got), expected, "Your order of these prompts")
-    return order_state(prompts, every, expected, "The prompts as they came (no order of them was returned)")
+    return order_state(
+        prompts, every, expected, "The prompts as they came (no order of them was returned)"
+    )
 
 
 def _order_grid() -> Iterator[Case]:
@@ -128,7 +140,14 @@ def _order_grid() -> Iterator[Case]:
 
 
 def _order_random(rng: np.random.Generator) -> Case:
-    return Case(([rng.integers(1, 3, int(rng.integers(1, 7))).tolist() for _ in range(int(rng.integers(1, 7)))],))
+    return Case(
+        (
+            [
+                rng.integers(1, 3, int(rng.integers(1, 7))).tolist()
+                for _ in range(int(rng.integers(1, 7)))
+            ],
+        )
+    )
 
 
 ORDER = Exercise(

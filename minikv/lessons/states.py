@@ -1,4 +1,5 @@
-"""The state in which a call failed, drawn with the package's own pictures: what a learner's function was given."""
+"""The state in which a call failed, drawn with the package's own pictures: what a learner's
+function was given."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from minikv.viz import batch, memory_over_time, order, pages, style, tree
 from minikv.viz.style import Drawing
 
 
-def page_state(free: list[int], page_size: int, held: Sequence[tuple[list[int], int]], who: int, title: str) -> Drawing:
+def page_state(
+    free: list[int], page_size: int, held: Sequence[tuple[list[int], int]], who: int, title: str
+) -> Drawing:
     """The page table of request `who`, or the page map when that request holds nothing.
 
     Parameters
@@ -21,7 +24,8 @@ def page_state(free: list[int], page_size: int, held: Sequence[tuple[list[int], 
     free
         The free list, next page first.
     held
-        For each request the slots it holds, from the beginning of a page, and how many of them it held before.
+        For each request the slots it holds, from the beginning of a page, and how many of them it
+        held before.
     """
     top = max([*free, *(slot // page_size for slots, _ in held for slot in slots), 1])
     allocator = SimpleNamespace(page_size=page_size, num_pages=top, free_pages=free)
@@ -35,7 +39,8 @@ def alloc_state(
     free: list[int], prefix: list[int], last: list[int], counts: list[int], expected: Any, page_size: int, wrong: int
 
 ) -> Drawing:  # fmt: skip
-    """Pages after a right call with `counts` new slots a request; drawn is the request of new slot number `wrong`."""
+    """Pages after a right call with `counts` new slots a request; drawn is the request of new slot
+    number `wrong`."""
     (slots, left), held, who, done = expected, [], 0, 0
     for i, count in enumerate(counts):
         page = last[i] // page_size * page_size
@@ -44,9 +49,13 @@ def alloc_state(
         held.append(([*before, *(slots or [])[done : done + count]], len(before)))
         done += count
     if slots is None:
-        return page_state(free, page_size, held, len(held), "Too few free pages for the whole batch")
+        return page_state(
+            free, page_size, held, len(held), "Too few free pages for the whole batch"
+        )
     old = held[who][1] if held else 0
-    title = f"Where the new tokens of request {style.letter(who)} belong" + (", from its last page on" if old else "")
+    title = f"Where the new tokens of request {style.letter(who)} belong" + (
+        ", from its last page on" if old else ""
+    )
     return page_state(left, page_size, held, who, title)
 
 
@@ -59,8 +68,8 @@ def tree_state(
     Parameters
     ----------
     nodes
-        Each with ``key``; perhaps ``slots``, ``up`` (number of its parent, none under the root), ``locks``,
-        ``last_use``, ``reused`` (it lies on the matched path) and ``evicted``.
+        Each with ``key``; perhaps ``slots``, ``up`` (number of its parent, none under the root),
+        ``locks``, ``last_use``, ``reused`` (it lies on the matched path) and ``evicted``.
     reused
         How many tokens of the matched path are hatched.
     """
@@ -79,11 +88,14 @@ def tree_state(
         for mark, some in marks.items():
             some += [drawn[-1]] if node.get(mark) else []
     cache = SimpleNamespace(page_size=page_size, nodes=lambda: drawn)
-    return tree.draw(cache, decode=texts, title=title, note=note, reused_tokens=reused, who="A", **marks)
+    return tree.draw(
+        cache, decode=texts, title=title, note=note, reused_tokens=reused, who="A", **marks
+    )
 
 
 def nested(root: dict[str, Any], matched: Sequence[int] = ()) -> Iterator[dict[str, Any]]:
-    """The nodes of a tree of dicts for :func:`tree_state`, those on the path of the prompt `matched` marked."""
+    """The nodes of a tree of dicts for :func:`tree_state`, those on the path of the prompt
+    `matched` marked."""
     stack, count = [(child, None, list(matched)) for child in root["children"].values()], 0
     while stack and count < 200:  # a learner's tree may be a ring
         node, up, prompt = stack.pop(0)
@@ -95,7 +107,9 @@ def nested(root: dict[str, Any], matched: Sequence[int] = ()) -> Iterator[dict[s
         count += 1
 
 
-def cache_state(rows: Iterable[list[int]], prompt: list[int], page_size: int, title: str) -> Drawing:
+def cache_state(
+    rows: Iterable[list[int]], prompt: list[int], page_size: int, title: str
+) -> Drawing:
     """A live radix cache that holds `rows`, with what a lookup of `prompt` finds hatched."""
     from minikv.prefix import RadixCache  # here, as it loads torch, which no other check needs
 
@@ -110,8 +124,11 @@ def cache_state(rows: Iterable[list[int]], prompt: list[int], page_size: int, ti
     return tree.draw(cache, title=title, note=note, reused=path, who="A")
 
 
-def memory_state(capacity: int, trace: Iterable[Any], starts: Iterable[Any], title: str, note: str = "") -> Drawing:
-    """A strip of memory before the last alloc of `trace`, which was given `starts`; a refused one is said to be so."""
+def memory_state(
+    capacity: int, trace: Iterable[Any], starts: Iterable[Any], title: str, note: str = ""
+) -> Drawing:
+    """A strip of memory before the last alloc of `trace`, which was given `starts`; a refused one
+    is said to be so."""
     held, asked = {}, None
     given = iter(starts)
     for event in trace:
@@ -122,8 +139,12 @@ def memory_state(capacity: int, trace: Iterable[Any], starts: Iterable[Any], tit
             asked = (str(event[1]), int(event[2]), next(given))
         else:
             held.pop(str(event[1]), None)
-    parts = [{"who": who, "start": at, "used": size, "reserved": size} for who, size, at in held.values()]
-    refused = {"who": asked[0], "need": asked[1]} if asked is not None and asked[2] is None else None
+    parts = [
+        {"who": who, "start": at, "used": size, "reserved": size} for who, size, at in held.values()
+    ]
+    refused = (
+        {"who": asked[0], "need": asked[1]} if asked is not None and asked[2] is None else None
+    )
     return memory_over_time.strip(parts, capacity, refused=refused, title=title, note=note)
 
 
@@ -154,7 +175,10 @@ def order_state(prompts: list[list[int]], chosen: list[int], least: int, title: 
     runs, before = {}, []
     for index in chosen:
         shared = 0
-        while shared < min(len(prompts[index]), len(before)) and prompts[index][shared] == before[shared]:
+        while (
+            shared < min(len(prompts[index]), len(before))
+            and prompts[index][shared] == before[shared]
+        ):
             shared += 1
         before = prompts[index]
         runs[style.letter(index)] = SimpleNamespace(token_ids=before, cached_tokens=shared)

@@ -1,4 +1,5 @@
-"""The process that runs a notebook for grading: one IPython shell, cells in order, each check recorded."""
+"""The process that runs a notebook for grading: one IPython shell, cells in order, each check
+recorded."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 SKIPPED = {"measure", "demo"}
-"""Tags of cells that are no learner's work: measuring takes long, and a demonstrated failure is no answer."""
+"""Tags of cells that are no learner's work: measuring takes long, and a demonstrated failure is no
+answer."""
 
 
 def run(notebook: Path, result: Path, gigabytes: int) -> None:
-    """Run the cells, and append a JSON line to `result` for each cell that begins and for each check."""
+    """Run the cells, and append a JSON line to `result` for each cell that begins and for each
+    check."""
     _limit_memory(gigabytes)
     os.environ.setdefault("MPLBACKEND", "agg")
     import nbformat
@@ -31,7 +34,14 @@ def run(notebook: Path, result: Path, gigabytes: int) -> None:
 
     def recording_check(id: str, function: Any, *, quiet: bool = False) -> engine.Verdict:
         verdict = judge(id, function, quiet=quiet)
-        tell({"exercise": id, "passed": verdict.passed, "message": verdict.message, "cell": place["cell"]})
+        tell(
+            {
+                "exercise": id,
+                "passed": verdict.passed,
+                "message": verdict.message,
+                "cell": place["cell"],
+            }
+        )
         return verdict
 
     lessons.check = engine.check = recording_check  # type: ignore[assignment]

@@ -1,4 +1,5 @@
-"""Beside the floors: how fast the pieces are on this machine, next to peers and to what the machine can do at best."""
+"""Beside the floors: how fast the pieces are on this machine, next to peers and to what the machine
+can do at best."""
 
 from __future__ import annotations
 

@@ -8,14 +8,20 @@ from typing import Any
 
 import torch
 
-from minikv._triton import tl, triton
 from minikv.device import have_triton
+from minikv.kernels.triton import tl, triton
 from minikv.measure.table import table
 from minikv.measure.timing import measure, measure_graph, measure_host
 from minikv.memory import PagedAllocator
 
 PAGE = 16
-EXTENDS = ((1, 0, 512), (1, 0, 8192), (8, 100, 512), (256, 0, 32), (256, 1000, 32))  # requests, prefix, new tokens each
+EXTENDS = (
+    (1, 0, 512),
+    (1, 0, 8192),
+    (8, 100, 512),
+    (256, 0, 32),
+    (256, 1000, 32),
+)  # requests, prefix, new tokens each
 DECODES = ((1, 100), (32, 100), (256, 1000))  # requests, length
 
 
@@ -25,7 +31,8 @@ def _empty_kernel(nothing_ptr, BLOCK: tl.constexpr):
 
 
 class PlainList:
-    """The same pages from a Python list, slots put together by a loop: how one would write it first."""
+    """The same pages from a Python list, slots put together by a loop: how one would write it
+    first."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size, self.fresh = page_size, list(range(1, pages + 1))
@@ -40,15 +47,19 @@ class PlainList:
 
 
 def run(
-    out_dir: str | os.PathLike[str] | None = None, quick: bool = False, device: torch.device | str = "auto"
+    out_dir: str | os.PathLike[str] | None = None,
+    quick: bool = False,
+    device: torch.device | str = "auto",
 ) -> dict[str, Any]:
-    """Measure ``alloc_extend`` and ``alloc_decode``; a row on the CPU says so and compares only with itself.
+    """Measure ``alloc_extend`` and ``alloc_decode``; a row on the CPU says so and compares only
+    with itself.
 
     Returns
     -------
     dict
-        ``rows``: microseconds; `kernel` is the call in a graph, where it is one launch that reads the lengths from
-        pinned memory; `host` is the time until the call returns; `empty` is an empty kernel in a graph, the limit.
+        ``rows``: microseconds; `kernel` is the call in a graph, where it is one launch that reads
+        the lengths from pinned memory; `host` is the time until the call returns; `empty` is an
+        empty kernel in a graph, the limit.
     """
     on_cuda = torch.device(device).type == "cuda"
     rows = []
@@ -60,13 +71,22 @@ def run(
     if on_cuda:
         nothing = torch.empty(1, device=device)
         empty = round(measure_graph([lambda: _empty_kernel[(1,)](nothing, BLOCK=32)] * 50).us, 3)
-    print(f"page size {PAGE}, microseconds, medians" + ("" if on_cuda else "; CPU row: PyTorch operations, no GPU"))
+    print(
+        f"page size {PAGE}, microseconds, medians"
+        + ("" if on_cuda else "; CPU row: PyTorch operations, no GPU")
+    )
     print(table(rows))
-    print(f"limit: an empty kernel in a graph takes {empty} us" if on_cuda else "limit: none on the CPU")
+    print(
+        f"limit: an empty kernel in a graph takes {empty} us"
+        if on_cuda
+        else "limit: none on the CPU"
+    )
     return {"rows": rows, "page_size": PAGE, "empty_kernel_us": empty}
 
 
-def _row(call: str, requests: int, prefix: int, new: int, device: Any, quick: bool) -> dict[str, Any]:
+def _row(
+    call: str, requests: int, prefix: int, new: int, device: Any, quick: bool
+) -> dict[str, Any]:
     calls = 20 if quick else 100
     need = requests * (-(-(prefix + new) // PAGE) + 1)
     prefixes = torch.full((requests,), prefix)
@@ -81,7 +101,8 @@ def _row(call: str, requests: int, prefix: int, new: int, device: Any, quick: bo
         step = _step(a, call, prefixes, seq, last, requests * new)
         timing[kind] = {}
         if torch.device(device).type == "cuda":
-            # First the graph, while all its lengths still fit into the allocator's first arena of pinned memory.
+            # First the graph, while all its lengths still fit into the allocator's first arena of
+            # pinned memory.
             timing[kind]["graph"] = measure_graph([step] * 50).us
         timing[kind]["host"] = measure_host(step, device=device, samples=calls).us
     ours = timing["triton" if "triton" in timing else "torch"]
@@ -104,16 +125,25 @@ def _row(call: str, requests: int, prefix: int, new: int, device: Any, quick: bo
 
 
 def _kinds(device: Any) -> list[str]:
-    return ["triton", "torch"] if torch.device(device).type == "cuda" and have_triton() else ["torch"]
+    return (
+        ["triton", "torch"] if torch.device(device).type == "cuda" and have_triton() else ["torch"]
+    )
 
 
-def _step(a: PagedAllocator, call: str, prefix: Any, seq: Any, last: Any, total: int) -> Callable[[], object]:
-    """The public call on a pool that is as full each time: what was taken is given back without any work."""
+def _step(
+    a: PagedAllocator, call: str, prefix: Any, seq: Any, last: Any, total: int
+) -> Callable[[], object]:
+    """The public call on a pool that is as full each time: what was taken is given back without any
+    work."""
     free, head = a._free, a._free.head
 
     def step() -> None:
         free.head = head
-        slots = a.alloc_extend(prefix, seq, last, total) if call == "extend" else a.alloc_decode(seq, last)
+        slots = (
+            a.alloc_extend(prefix, seq, last, total)
+            if call == "extend"
+            else a.alloc_decode(seq, last)
+        )
         assert slots is not None
 
     return step

@@ -1,4 +1,5 @@
-"""Decode attention on a GPU beside its copy bandwidth, PyTorch's own kernels and, where installed, FlashInfer.
+"""Decode attention on a GPU beside its copy bandwidth, PyTorch's own kernels and, where installed,
+FlashInfer.
 
 Extend attention is measured by ``bench_extend``, whose tables follow these.
 """
@@ -54,28 +55,46 @@ class Row:
 
 
 GQA = [
-    *((1, 512, 6.5), (8, 512, 10.5), (64, 512, 38), (256, 512, 131), (1, 4096, 12), (8, 4096, 39), (64, 4096, 246)),
+    *(
+        (1, 512, 6.5),
+        (8, 512, 10.5),
+        (64, 512, 38),
+        (256, 512, 131),
+        (1, 4096, 12),
+        (8, 4096, 39),
+        (64, 4096, 246),
+    ),
     *((256, 4096, 950), (1, 32768, 40), (8, 32768, 248), (64, UNEVEN, 145), (256, UNEVEN, 425)),
 ]
 ROWS = [
-    *(Row(32, 8, 128, batch, n, target, flex=(batch, n) in ((8, 4096), (64, 4096))) for batch, n, target in GQA),
+    *(
+        Row(32, 8, 128, batch, n, target, flex=(batch, n) in ((8, 4096), (64, 4096)))
+        for batch, n, target in GQA
+    ),
     Row(32, 8, 128, 8, 4096, 41, page=1),
     Row(32, 8, 128, 64, 4096, 258, page=1),
     Row(32, 8, 128, 8, 4096, 39, splits=8),
     Row(16, 8, 128, 64, 4096, 246),
     *(Row(9, 3, 64, batch, 4096, target) for batch, target in ((1, 7), (64, 56), (256, 190))),
     *(Row(32, 32, 128, batch, 4096, target) for batch, target in ((8, 127), (64, 950))),
-    *(Row(128, 1, 576, b, n, target, d_v=512) for b, n, target in ((64, 4096, 290), (8, 4096, 51), (8, 32768, 296))),
+    *(
+        Row(128, 1, 576, b, n, target, d_v=512)
+        for b, n, target in ((64, 4096, 290), (8, 4096, 51), (8, 32768, 296))
+    ),
 ]
 
 
 def run(
-    out_dir: str | os.PathLike[str] | None = None, quick: bool = False, device: torch.device | str = "auto"
+    out_dir: str | os.PathLike[str] | None = None,
+    quick: bool = False,
+    device: torch.device | str = "auto",
 ) -> dict[str, Any]:
-    """Time decode attention as graphs run it: rotated inputs beyond the L2 cache, captured, replayed, medians.
+    """Time decode attention as graphs run it: rotated inputs beyond the L2 cache, captured,
+    replayed, medians.
 
-    Each result is first compared with float32. ``us`` of peers: SDPA (flash and cuDNN) and compiled flex_attention read
-    contiguous keys, which is a bound rather than a peer; FlashInfer reads the same pages.
+    Each result is first compared with float32. ``us`` of peers: SDPA (flash and cuDNN) and compiled
+    flex_attention read contiguous keys, which is a bound rather than a peer; FlashInfer reads the
+    same pages.
 
     Parameters
     ----------
@@ -89,9 +108,13 @@ def run(
     Returns
     -------
     dict
-        ``rows`` (decode), ``extend`` (what ``bench_extend`` returned) and ``copy_bandwidth`` in bytes per second.
+        ``rows`` (decode), ``extend`` (what ``bench_extend`` returned) and ``copy_bandwidth`` in
+        bytes per second.
     """
-    if torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device).type != "cuda":
+    if (
+        torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device).type
+        != "cuda"
+    ):
         print("attention measures CUDA devices; see attention_cpu")
         return {"rows": []}
     limit, rows = copy_bandwidth("cuda"), []
@@ -164,11 +187,19 @@ class _Inputs:
         slots = per_set * self.sets * row.page
         like = {"device": "cuda", "dtype": torch.bfloat16}
         self.k = torch.randn(slots, row.kv_heads, row.d, **like)
-        self.v = self.k[..., : row.d_v] if row.d_v else torch.randn(slots, row.kv_heads, row.d, **like)
+        self.v = (
+            self.k[..., : row.d_v] if row.d_v else torch.randn(slots, row.kv_heads, row.d, **like)
+        )
         self.q = torch.randn(self.sets, row.batch, row.q_heads, row.d, **like)
-        self.pages = torch.randperm(per_set * self.sets, device="cuda").view(self.sets, per_set).int()
-        place = torch.cat([torch.arange(int(p) * row.page) < n for p, n in zip(pages, self.lengths, strict=True)])
-        slot = self.pages[:, :, None] * row.page + torch.arange(row.page, device="cuda", dtype=torch.int32)
+        self.pages = (
+            torch.randperm(per_set * self.sets, device="cuda").view(self.sets, per_set).int()
+        )
+        place = torch.cat(
+            [torch.arange(int(p) * row.page) < n for p, n in zip(pages, self.lengths, strict=True)]
+        )
+        slot = self.pages[:, :, None] * row.page + torch.arange(
+            row.page, device="cuda", dtype=torch.int32
+        )
         self.indices = slot.view(self.sets, -1)[:, place.cuda()]
         ends = torch.zeros(row.batch + 1, dtype=torch.int32)
         ends[1:] = self.lengths.cumsum(0)
@@ -198,10 +229,13 @@ class _Inputs:
             weights = torch.einsum("hgd,thd->hgt", q, k).mul(self.row.d**-0.5).softmax(-1)
             want = torch.einsum("hgt,thd->hgd", weights, v).flatten(0, 1)
             error = float((got[r] - want).abs().max())
-            assert error <= 1e-2 * max(1.0, float(want.abs().max())), f"{self.row}: request {r} is off by {error}"
+            assert error <= 1e-2 * max(1.0, float(want.abs().max())), (
+                f"{self.row}: request {r} is off by {error}"
+            )
 
     def _contiguous(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The pool seen as [batch, kv_heads, context, d], queries of a group as rows: no pages, no repeated heads."""
+        """The pool seen as [batch, kv_heads, context, d], queries of a group as rows: no pages, no
+        repeated heads."""
         if self.row.d_v or self.row.context == UNEVEN or self.row.splits:
             raise NotImplementedError
         rows, s = self.row.batch * self.row.context, i % self.sets
@@ -241,7 +275,11 @@ class _Inputs:
         wrappers = []
         for s in range(self.sets):
             scratch = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(scratch, "NHD", use_tensor_cores=True)
-            wrapper.plan(starts.cuda(), self.pages[s], last.cuda(), *shape, q_data_type=torch.bfloat16)
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                scratch, "NHD", use_tensor_cores=True
+            )
+            wrapper.plan(
+                starts.cuda(), self.pages[s], last.cuda(), *shape, q_data_type=torch.bfloat16
+            )
             wrappers.append(wrapper)
         return lambda i: wrappers[i % self.sets].run(self.q[i % self.sets], cache)

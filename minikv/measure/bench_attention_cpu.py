@@ -1,4 +1,5 @@
-"""Decode attention on the CPU over paged keys: ours, gathering per request before SDPA, and SDPA without paging."""
+"""Decode attention on the CPU over paged keys: ours, gathering per request before SDPA, and SDPA
+without paging."""
 
 from __future__ import annotations
 
@@ -21,10 +22,13 @@ BATCHES = {
 }
 
 
-def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "cpu") -> dict[str, Any]:
+def run(
+    out_dir: str | Path | None = None, quick: bool = False, device: str = "cpu"
+) -> dict[str, Any]:
     """Time one layer's decode attention, fp32, SmolLM2 heads, shuffled pages of 16, inputs rotated.
 
-    The ways take turns and the best of each is reported, so that foreign load on the machine hits all alike.
+    The ways take turns and the best of each is reported, so that foreign load on the machine hits
+    all alike.
 
     Parameters
     ----------
@@ -38,10 +42,11 @@ def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "c
     Returns
     -------
     dict
-        ``rows``: one per batch. "ours, first layer": ``decode_attention`` as it stands; "ours, further layer": what a
-        model's other layers pay, once the step's padding is worked out; "gather + SDPA": per request, the usual way
-        without a paged kernel; "unpaged SDPA": on keys that need no gathering, all requests as long as the longest.
-        The two "times" compare "ours, further layer" with the column before: above 1 ours is faster.
+        ``rows``: one per batch. "ours, first layer": ``decode_attention`` as it stands; "ours,
+        further layer": what a model's other layers pay, once the step's padding is worked out;
+        "gather + SDPA": per request, the usual way without a paged kernel; "unpaged SDPA": on keys
+        that need no gathering, all requests as long as the longest. The two "times" compare "ours,
+        further layer" with the column before: above 1 ours is faster.
     """
     from minikv.measure.limits import copy_bandwidth
     from minikv.measure.table import table
@@ -76,9 +81,13 @@ def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "c
                 "copy GB/s": limit / 1e9,
             }
         )
-    print(f"decode attention, fp32, heads {Q_HEADS}/{KV_HEADS}/{D}, {torch.get_num_threads()} threads")
+    print(
+        f"decode attention, fp32, heads {Q_HEADS}/{KV_HEADS}/{D}, {torch.get_num_threads()} threads"
+    )
     print(table(rows))
-    print("ours: the first layer of a step also works out the padding, further layers use it again.")
+    print(
+        "ours: the first layer of a step also works out the padding, further layers use it again."
+    )
     print(
         "times ... speed: our further layer beside the column before; above 1 ours is faster. Unpaged keys are padded."
     )
@@ -89,33 +98,44 @@ class _Inputs:
     """One batch over a pool with shuffled pages, and the ways to attend to it."""
 
     def __init__(self, lengths: list[int], seed: int) -> None:
-        from minikv.attention import torch_path
+        from minikv.attention import cpu
         from minikv.attention.options import Options
 
         gen = torch.Generator().manual_seed(seed)
         pages = [-(-n // PAGE) for n in lengths]
         order = (1 + torch.randperm(sum(pages), generator=gen)).split(pages)
-        lists = [(o[:, None] * PAGE + torch.arange(PAGE)).flatten()[:n] for o, n in zip(order, lengths, strict=True)]
+        lists = [
+            (o[:, None] * PAGE + torch.arange(PAGE)).flatten()[:n]
+            for o, n in zip(order, lengths, strict=True)
+        ]
         slots = (sum(pages) + 1) * PAGE
         self.q = torch.randn(len(lengths), Q_HEADS, D, generator=gen)
-        self.k_cache, self.v_cache = (torch.randn(slots, KV_HEADS, D, generator=gen) for _ in range(2))
+        self.k_cache, self.v_cache = (
+            torch.randn(slots, KV_HEADS, D, generator=gen) for _ in range(2)
+        )
         self.indices = torch.cat(lists).to(torch.int32)
-        self.indptr = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+        self.indptr = torch.tensor(
+            [0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32
+        )
         self.lists, self.options = lists, Options(D**-0.5, page_size=PAGE)
-        self.parts = torch_path.plan(self.q, self.k_cache, self.v_cache, self.indptr, self.indices, self.options)
+        self.parts = cpu.plan(
+            self.q, self.k_cache, self.v_cache, self.indptr, self.indices, self.options
+        )
         self.whole = torch.randn(2, len(lengths), max(lengths), KV_HEADS, D, generator=gen)
 
     def call(self) -> Tensor:
         from minikv.attention import decode_attention
 
-        got = decode_attention(self.q, self.k_cache, self.v_cache, self.indptr, self.indices, backend="torch")
+        got = decode_attention(
+            self.q, self.k_cache, self.v_cache, self.indptr, self.indices, backend="torch"
+        )
         assert isinstance(got, Tensor)
         return got
 
     def layer(self) -> Tensor:
-        from minikv.attention import torch_path
+        from minikv.attention import cpu
 
-        got = torch_path.run(self.parts, self.q, self.k_cache, self.v_cache, self.options)
+        got = cpu.run(self.parts, self.q, self.k_cache, self.v_cache, self.options)
         assert isinstance(got, Tensor)
         return got
 

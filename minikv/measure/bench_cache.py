@@ -1,4 +1,5 @@
-"""The radix cache beside a plain Python tree that compares token by token over lists: time, growth and bytes."""
+"""The radix cache beside a plain Python tree that compares token by token over lists: time, growth
+and bytes."""
 
 from __future__ import annotations
 
@@ -19,20 +20,27 @@ from minikv.measure.timing import Timing, measure
 from minikv.prefix import RadixCache
 
 PAGE, LONG, PROMPT = 16, 100_000, 4_000
-SYSTEM, DOCUMENT, QUESTION = 2_048, 1_904, 48  # tokens of the three nodes that a prompt of 4,000 crosses
+SYSTEM, DOCUMENT, QUESTION = (
+    2_048,
+    1_904,
+    48,
+)  # tokens of the three nodes that a prompt of 4,000 crosses
 WIDEST = 49_152  # vocabulary
 
 
 class PlainNode:
     """A node of lists."""
 
-    def __init__(self, key: list[int], slots: list[int], parent: PlainNode | None, use: int = 0) -> None:
+    def __init__(
+        self, key: list[int], slots: list[int], parent: PlainNode | None, use: int = 0
+    ) -> None:
         self.key, self.slots, self.parent, self.use = key, slots, parent, use
         self.children: dict[tuple[int, ...], PlainNode] = {}
 
 
 class PlainTree:
-    """The tree as it is first written: lists of tokens compared one by one, and an evictor that scans the tree."""
+    """The tree as it is first written: lists of tokens compared one by one, and an evictor that
+    scans the tree."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size, self.clock, self.root = page_size, 0, PlainNode([], [], None)
@@ -94,33 +102,49 @@ class PlainTree:
 
 
 def run(
-    out_dir: str | os.PathLike[str] | None = None, quick: bool = False, device: torch.device | str = "cpu"
+    out_dir: str | os.PathLike[str] | None = None,
+    quick: bool = False,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """Measure the tree on the host, where it lives whatever the device of the pool.
 
     Returns
     -------
     dict
-        ``rows`` (microseconds, ratio to the plain tree, the floor we set ourselves; `nodes` are those that the prompt
-        crosses), ``growth`` (microseconds by number of nodes and by prompt length), ``memory`` (bytes per cached token,
-        growth of a fresh process).
+        ``rows`` (microseconds, ratio to the plain tree, the floor we set ourselves; `nodes` are
+        those that the prompt crosses), ``growth`` (microseconds by number of nodes and by prompt
+        length), ``memory`` (bytes per cached token, growth of a fresh process).
     """
     rng = np.random.default_rng(0)
     rows = [*_long_prompt(rng, quick), *_many_nodes(rng, quick)]
     print(f"page size {PAGE}, host, microseconds, 10th percentiles; plain: lists, token by token")
     print(table(rows))
     growth = _growth(rng, quick)
-    print(f"\nmatch of a cached prompt: {PROMPT} tokens in trees of more and more nodes; more and more tokens")
+    print(
+        f"\nmatch of a cached prompt: {PROMPT} tokens in trees of more and more nodes; more and more tokens"
+    )
     print(table(growth))
-    memory = [{"tree": shape, "bytes per token": bytes_per_token(shape), "limit": 32} for shape in ("flat", "chains")]
-    memory.append({"tree": "plain, flat", "bytes per token": bytes_per_token("plain"), "limit": None})
-    print("\ngrowth of a fresh process: 1,000,000 tokens in nodes of 50 (8 for the token and 8 for its slot are data)")
+    memory = [
+        {"tree": shape, "bytes per token": bytes_per_token(shape), "limit": 32}
+        for shape in ("flat", "chains")
+    ]
+    memory.append(
+        {"tree": "plain, flat", "bytes per token": bytes_per_token("plain"), "limit": None}
+    )
+    print(
+        "\ngrowth of a fresh process: 1,000,000 tokens in nodes of 50 (8 for the token and 8 for its slot are data)"
+    )
     print(table(memory))
     return {"rows": rows, "growth": growth, "memory": memory}
 
 
-def _row(what: str, ours: Timing, plain: Timing, floor: int | None, nodes: int | None = None) -> dict[str, Any]:
-    low = {"ours": ours.low * 1e6, "plain": plain.low * 1e6}  # other work on the machine only ever adds time
+def _row(
+    what: str, ours: Timing, plain: Timing, floor: int | None, nodes: int | None = None
+) -> dict[str, Any]:
+    low = {
+        "ours": ours.low * 1e6,
+        "plain": plain.low * 1e6,
+    }  # other work on the machine only ever adds time
     return {"what": what, "nodes": nodes, **low, "ratio": plain.low / ours.low, "floor": floor}
 
 
@@ -145,7 +169,10 @@ def _long_prompt(rng: np.random.Generator, quick: bool) -> Iterable[dict[str, An
     )
     slot_tensor, slot_list = torch.from_numpy(slots), slots.tolist()
     for cached, floor in ((LONG * 9 // 10, 20), (0, None)):
-        prompts = [np.concatenate([prompt[:cached], _tokens(rng, LONG - cached)]) for _ in range(samples + 2)]
+        prompts = [
+            np.concatenate([prompt[:cached], _tokens(rng, LONG - cached)])
+            for _ in range(samples + 2)
+        ]
         lists = [p.tolist() for p in prompts]
         yield _row(
             f"insert {LONG:,} tokens, {cached:,} cached",
@@ -162,7 +189,8 @@ def _each(call: Callable[[Any], object], inputs: list[Any]) -> Timing:
 
 
 def _chats(rng: np.random.Generator, nodes: int) -> list[np.ndarray]:
-    """Prompts of 4,000 tokens: a system prompt, a document, a question; together about `nodes` nodes."""
+    """Prompts of 4,000 tokens: a system prompt, a document, a question; together about `nodes`
+    nodes."""
     prompts: list[np.ndarray] = []
     asked = max(1, nodes // 100)
     while len(prompts) < nodes - 2:
@@ -251,13 +279,20 @@ def _growth(rng: np.random.Generator, quick: bool) -> list[dict[str, Any]]:
         count, crossed = sum(1 for _ in cache.nodes()), len(cache.match_prefix(some[0]).parts)
         timing = measure(lambda c=cache, s=some: [c.match_prefix(p) for p in s])
         rows.append(
-            {"nodes in the tree": count, "crossed": crossed, "tokens": PROMPT, "us": _per(timing, 20).low * 1e6}
+            {
+                "nodes in the tree": count,
+                "crossed": crossed,
+                "tokens": PROMPT,
+                "us": _per(timing, 20).low * 1e6,
+            }
         )
     for tokens in (1_024, 4_096, 16_384, 65_536):
         cache, prompt = RadixCache(PAGE), _tokens(rng, tokens)
         cache.insert(prompt)
         timing = measure(lambda c=cache, p=prompt: c.match_prefix(p).slots)
-        rows.append({"nodes in the tree": 1, "crossed": 1, "tokens": tokens, "us": timing.low * 1e6})
+        rows.append(
+            {"nodes in the tree": 1, "crossed": 1, "tokens": tokens, "us": timing.low * 1e6}
+        )
     return rows
 
 
@@ -267,7 +302,8 @@ def bytes_per_token(shape: str, tokens: int = 1_000_000) -> float:
     Parameters
     ----------
     shape
-        ``"flat"`` (every node right below the root), ``"chains"`` (of 50 nodes each), ``"plain"`` (flat, plain tree).
+        ``"flat"`` (every node right below the root), ``"chains"`` (of 50 nodes each), ``"plain"``
+        (flat, plain tree).
     tokens
         How many are cached.
     """

@@ -1,4 +1,5 @@
-"""Decoding, whole steps: eager beside graph beside compiled, and the time that reading all weights and keys takes."""
+"""Decoding, whole steps: eager beside graph beside compiled, and the time that reading all weights
+and keys takes."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ import torch
 
 from minikv.device import pick_device, synchronize
 from minikv.engine import LLM, SamplingParams
+from minikv.engine.step import CapturedDecode, CompiledDecode, decode_buffers
 from minikv.errors import StateError
 from minikv.graphs import CudaGraphRunner
-from minikv.graphs.decode import CapturedDecode, CompiledDecode, decode_buffers
 from minikv.measure.limits import copy_bandwidth
 from minikv.measure.table import table
 from minikv.measure.timing import measure
@@ -25,13 +26,17 @@ CONTEXT, NEW = 512, 128
 
 
 def run(
-    out_dir: str | os.PathLike[str] | None = None, quick: bool = False, device: torch.device | str = "auto"
+    out_dir: str | os.PathLike[str] | None = None,
+    quick: bool = False,
+    device: torch.device | str = "auto",
 ) -> dict[str, Any]:
-    """Greedy tokens per second of decode steps alone, for random weights of published shapes and for SmolLM2.
+    """Greedy tokens per second of decode steps alone, for random weights of published shapes and
+    for SmolLM2.
 
-    The limit is the time that reading every weight once, and the keys and values of all requests, takes at the speed of
-    a copy on this machine. "gpu us" is the captured graph replayed by itself; "host us" is a step of the engine with
-    the replay left out, which hides behind the graph as long as it is the shorter one.
+    The limit is the time that reading every weight once, and the keys and values of all requests,
+    takes at the speed of a copy on this machine. "gpu us" is the captured graph replayed by itself;
+    "host us" is a step of the engine with the replay left out, which hides behind the graph as long
+    as it is the shorter one.
 
     Parameters
     ----------
@@ -45,8 +50,8 @@ def run(
     Returns
     -------
     dict
-        ``rows``: one per model, batch and way of running. On CUDA ``captures``: graph memory and time, largest batch
-        first and smallest first.
+        ``rows``: one per model, batch and way of running. On CUDA ``captures``: graph memory and
+        time, largest batch first and smallest first.
     """
     on = pick_device(device)
     if on.type == "cpu":
@@ -66,8 +71,11 @@ def run(
     return {"rows": rows, "captures": captures}
 
 
-def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool = False) -> tuple[list[dict], list[dict]]:
-    """Rows of one model on CUDA, and with `ways` the eager and compiled ones, too, and how graphs are captured."""
+def _shape(
+    model: str, batches: tuple[int, ...], new: int, ways: bool = False
+) -> tuple[list[dict], list[dict]]:
+    """Rows of one model on CUDA, and with `ways` the eager and compiled ones, too, and how graphs
+    are captured."""
     most = max(batches)
     options: dict[str, Any] = {
         "device": "cuda",
@@ -80,10 +88,14 @@ def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool = False) -
     }
     started = perf_counter()
     llm = LLM(model, graphs=True, **options)
-    print(f"{model}: built and captured {llm.runner.stats['captures']} graphs in {perf_counter() - started:.1f} s")
+    print(
+        f"{model}: built and captured {llm.runner.stats['captures']} graphs in {perf_counter() - started:.1f} s"
+    )
     rows, captures = [], []
     for batch in batches:
-        rows.append(_row(model, llm, batch, "graph", new if batch < 128 else new // 2) | _inside(llm, batch))
+        rows.append(
+            _row(model, llm, batch, "graph", new if batch < 128 else new // 2) | _inside(llm, batch)
+        )
         print(table(rows[-1:]), flush=True)
     sizes = llm.runner.sizes
     del llm  # its graphs would share their memory with those that are captured next
@@ -103,7 +115,8 @@ def _shape(model: str, batches: tuple[int, ...], new: int, ways: bool = False) -
 
 
 def _row(model: str, llm: LLM, batch: int, way: str, new: int) -> dict[str, Any]:
-    """Seconds per step from the moment that all requests have their first token, and what that is of the limit."""
+    """Seconds per step from the moment that all requests have their first token, and what that is
+    of the limit."""
     _steps(llm, batch, 8)  # warm
     seconds = _steps(llm, batch, new)
     least = _bytes(llm, batch, CONTEXT + new // 2) / copy_bandwidth(llm.device)
@@ -131,7 +144,9 @@ def _steps(llm: LLM, batch: int, new: int) -> float:
 
 
 def _prompts(llm: LLM, batch: int, length: int = CONTEXT) -> list[list[int]]:
-    ids = torch.randint(0, llm.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(batch))
+    ids = torch.randint(
+        0, llm.config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(batch)
+    )
     return ids.tolist()
 
 
@@ -149,14 +164,21 @@ def _compiled(model: str, llm: LLM, batch: int, new: int) -> dict[str, Any]:
     buffers = decode_buffers(batch, llm.device, llm.config.vocab_size)
     started = perf_counter()
     llm.runner = CudaGraphRunner(
-        step, buffers, [batch], variants=("greedy",), prepare=step.prepare, compile_up_to=batch, progress=False
+        step,
+        buffers,
+        [batch],
+        variants=("greedy",),
+        prepare=step.prepare,
+        compile_up_to=batch,
+        progress=False,
     )
     print(f"compiled and captured in {perf_counter() - started:.1f} s")
     return _row(model, llm, batch, "compiled, in a graph", new)
 
 
 def _inside(llm: LLM, batch: int) -> dict[str, Any]:
-    """The two halves of a step in the middle of a run: the graph without the host, and the host without the graph."""
+    """The two halves of a step in the middle of a run: the graph without the host, and the host
+    without the graph."""
     runner: Any = llm.runner
     size = runner.bucket(batch)
     if (runner.variants[0], size) not in runner.graphs:
@@ -233,10 +255,16 @@ def _captured(llm: LLM, sizes: list[int], order: str) -> dict[str, Any]:
 
 def _cpu(quick: bool) -> list[dict[str, Any]]:
     """SmolLM2 in fp32, one request: eager and compiled take turns, so that foreign load hits both."""
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_requests": 1, "max_context": 512}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_requests": 1,
+        "max_context": 512,
+    }
     options |= {"kv_tokens": 1024, "prefix_cache": False, "progress": False}
     ways = {
-        name: LLM("smollm2-135m", graphs=graphs, **options) for name, graphs in (("eager", False), ("compiled", True))
+        name: LLM("smollm2-135m", graphs=graphs, **options)
+        for name, graphs in (("eager", False), ("compiled", True))
     }
     new, found = 9 if quick else 33, {name: [] for name in ways}
     prompts = _prompts(ways["eager"], 1, 64)
@@ -246,7 +274,9 @@ def _cpu(quick: bool) -> list[dict[str, Any]]:
         [out] = llm.generate(prompts, params)
         return ((out.timing.finished or 0.0) - (out.timing.first_token or 0.0)) / (new - 1)
 
-    tokens = {name: llm.generate(prompts, params)[0].token_ids for name, llm in ways.items()}  # compiles
+    tokens = {
+        name: llm.generate(prompts, params)[0].token_ids for name, llm in ways.items()
+    }  # compiles
     _in_turns(lambda name: found[name].append(seconds(ways[name])), list(ways), 2 if quick else 6)
     limit = copy_bandwidth("cpu")
     return [

@@ -1,4 +1,5 @@
-"""Decoding SmolLM2 on the CPU: our engine beside transformers' ``generate``, in one run, with the bandwidth limit."""
+"""Decoding SmolLM2 on the CPU: our engine beside transformers' ``generate``, in one run, with the
+bandwidth limit."""
 
 from __future__ import annotations
 
@@ -13,11 +14,14 @@ import torch
 from minikv.errors import StateError
 
 
-def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "cpu") -> dict[str, Any]:
+def run(
+    out_dir: str | Path | None = None, quick: bool = False, device: str = "cpu"
+) -> dict[str, Any]:
     """Time fp32 greedy decode steps of both at batch 1 and 8.
 
-    A step is the time between two tokens, prefill left out. The two take turns, so that foreign load on the machine
-    hits both; medians are compared, and the fastest step of each ("best ratio").
+    A step is the time between two tokens, prefill left out. The two take turns, so that foreign
+    load on the machine hits both; medians are compared, and the fastest step of each ("best
+    ratio").
 
     Parameters
     ----------
@@ -31,8 +35,8 @@ def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "c
     Returns
     -------
     dict
-        ``rows``: one per batch size with tokens per second of both, their ratio, and bytes per second beside this
-        machine's copy bandwidth.
+        ``rows``: one per batch size with tokens per second of both, their ratio, and bytes per
+        second beside this machine's copy bandwidth.
     """
     try:
         import transformers
@@ -43,7 +47,7 @@ def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "c
     from minikv.engine import LLM, SamplingParams
     from minikv.measure.limits import copy_bandwidth
     from minikv.measure.table import table
-    from minikv.models.download import model_path
+    from minikv.models.files.download import model_path
 
     if torch.device(device).type != "cpu":
         print("decode_cpu measures the CPU only")
@@ -60,7 +64,9 @@ def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "c
         prompts = [[(7 * i + 13 * j) % 40000 + 100 for j in range(32)] for i in range(batch)]
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, cache=False)
 
-        def ours(prompts: list = prompts, params: SamplingParams = params) -> tuple[list[list[int]], list[float]]:
+        def ours(
+            prompts: list = prompts, params: SamplingParams = params
+        ) -> tuple[list[list[int]], list[float]]:
             ids, moments = [llm.add(prompt, params) for prompt in prompts], []
             found: dict[int, list[int]] = {id: [] for id in ids}
             while llm.has_work:
@@ -78,7 +84,9 @@ def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "c
 
             options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
             with torch.inference_mode():
-                out = theirs.generate(given, attention_mask=torch.ones_like(given), logits_processor=[note], **options)
+                out = theirs.generate(
+                    given, attention_mask=torch.ones_like(given), logits_processor=[note], **options
+                )
             return out[:, given.shape[1] :].tolist(), moments
 
         equal = ours()[0] == peer()[0]  # also the warm-up
@@ -91,7 +99,8 @@ def run(out_dir: str | Path | None = None, quick: bool = False, device: str = "c
                 "minikv tok/s": batch / ours_s,
                 "transformers tok/s": batch / peer_s,
                 "ratio": peer_s / ours_s,
-                "best ratio": min(itertools.chain(*(r[1] for r in runs))) / min(itertools.chain(*(r[0] for r in runs))),
+                "best ratio": min(itertools.chain(*(r[1] for r in runs)))
+                / min(itertools.chain(*(r[0] for r in runs))),
                 "GB/s": (weights + kv) / ours_s / 1e9,
                 "copy GB/s": limit / 1e9,
                 "same tokens": str(equal),

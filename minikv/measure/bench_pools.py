@@ -21,15 +21,17 @@ L2_BYTES = 64 << 20
 
 
 def run(
-    out_dir: str | os.PathLike[str] | None = None, quick: bool = False, device: torch.device | str = "auto"
+    out_dir: str | os.PathLike[str] | None = None,
+    quick: bool = False,
+    device: torch.device | str = "auto",
 ) -> dict[str, Any]:
     """Measure ``set_kv`` on views of a fused projection, slots in random pages of 16.
 
     Returns
     -------
     dict
-        ``rows``: microseconds of one layer; `of copy` is bytes read and written over this machine's copy bandwidth;
-        `peer` is PyTorch's indexed store, once for K and once for V.
+        ``rows``: microseconds of one layer; `of copy` is bytes read and written over this machine's
+        copy bandwidth; `peer` is PyTorch's indexed store, once for K and once for V.
     """
     on_cuda = torch.device(device).type == "cuda"
     tokens = TOKENS if on_cuda else 512
@@ -43,7 +45,10 @@ def run(
     if on_cuda and torch.cuda.get_device_capability(device) < (8, 9):
         cases = [case for case in cases if case[2] != torch.float8_e4m3fn]
     rows = [_row(*case, tokens, device, limit, quick) for case in cases]
-    print(f"copy bandwidth {limit / 1e9:,.0f} GB/s, read and written" + ("" if on_cuda else "; CPU row: PyTorch"))
+    print(
+        f"copy bandwidth {limit / 1e9:,.0f} GB/s, read and written"
+        + ("" if on_cuda else "; CPU row: PyTorch")
+    )
     print(table(rows))
     return {"rows": rows, "copy_bandwidth": limit}
 
@@ -103,7 +108,9 @@ def _row(
     }
 
 
-def _peer(pool: Any, layer: int, slots: torch.Tensor, rows: tuple[torch.Tensor, ...], scale: float) -> Any:
+def _peer(
+    pool: Any, layer: int, slots: torch.Tensor, rows: tuple[torch.Tensor, ...], scale: float
+) -> Any:
     caches = (pool.k(layer), pool.v(layer))[: len(rows)]
 
     def store() -> None:

@@ -1,4 +1,5 @@
-"""Many requests of uneven lengths: our engine beside transformers with the same weights, in one run."""
+"""Many requests of uneven lengths: our engine beside transformers with the same weights, in one
+run."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from minikv.device import default_dtype, memory_facts, synchronize
 from minikv.engine import LLM, SamplingParams
 from minikv.measure.limits import copy_bandwidth, matmul_rate
 from minikv.measure.table import table
-from minikv.models.shapes import shape
+from minikv.models.files.shapes import shape
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much is asked of whom; lengths are drawn evenly from `low` to `high`, for prompts and outputs alike."""
+    """How much is asked of whom; lengths are drawn evenly from `low` to `high`, for prompts and
+    outputs alike."""
 
     model: str
     requests: int
@@ -42,14 +44,18 @@ LOADS = {
 
 
 def run(
-    out_dir: str | os.PathLike[str] | None = None, quick: bool = False, device: torch.device | str = "auto"
+    out_dir: str | os.PathLike[str] | None = None,
+    quick: bool = False,
+    device: torch.device | str = "auto",
 ) -> dict[str, Any]:
-    """Serve all requests greedily; then as many by transformers, where it is installed, as it gets done in its time.
+    """Serve all requests greedily; then as many by transformers, where it is installed, as it gets
+    done in its time.
 
-    The limit is what this machine needs at least: each decode step reads all weights once and the keys and values of
-    its requests, at the speed of a copy, and prompts run at the speed of a large matrix product. transformers'
-    ``generate`` gets one static batch (padded left; only the tokens asked for are counted), its continuous batching all
-    requests. Each row is printed as soon as it is measured.
+    The limit is what this machine needs at least: each decode step reads all weights once and the
+    keys and values of its requests, at the speed of a copy, and prompts run at the speed of a large
+    matrix product. transformers' ``generate`` gets one static batch (padded left; only the tokens
+    asked for are counted), its continuous batching all requests. Each row is printed as soon as it
+    is measured.
 
     Parameters
     ----------
@@ -63,11 +69,18 @@ def run(
     Returns
     -------
     dict
-        ``rows``: one per path, tokens per second are those of outputs. Ours says how the time was spent: `steps`,
-        requests per decode step (`batch`), the share of extend steps (`extend`), and of the decode steps' time the
-        share in which the host did not wait for the device (`host`, on CUDA).
+        ``rows``: one per path, tokens per second are those of outputs. Ours says how the time was
+        spent: `steps`, requests per decode step (`batch`), the share of extend steps (`extend`),
+        and of the decode steps' time the share in which the host did not wait for the device
+        (`host`, on CUDA).
     """
-    kind = torch.device(device).type if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = (
+        torch.device(device).type
+        if device != "auto"
+        else "cuda"
+        if torch.cuda.is_available()
+        else "cpu"
+    )
     rows = []
     for row in _measured(LOADS["cuda quick" if quick and kind == "cuda" else kind], kind):
         rows.append(row)
@@ -80,7 +93,9 @@ def _measured(load: Load, kind: str) -> Iterator[dict[str, Any]]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(load.low, load.high + 1, (load.requests, 2))
     per_token = shape(load.model.removeprefix("random:")).kv_bytes_per_token(default_dtype(kind))
-    pages = min(int((-(-lengths.sum(1) // 16)).sum()), memory_facts(kind).free // 2 // per_token // 16)
+    pages = min(
+        int((-(-lengths.sum(1) // 16)).sum()), memory_facts(kind).free // 2 // per_token // 16
+    )
     started = perf_counter()
     llm = LLM(
         load.model, device=kind, max_requests=load.requests, max_context=2 * load.high, prefix_cache=False,
@@ -101,10 +116,15 @@ def _measured(load: Load, kind: str) -> Iterator[dict[str, Any]]:
     try:
         model = transformers_model(decoder)
     except ImportError:
-        print("only minikv was measured; for transformers: pip install -c constraints.txt -e '.[bench]'")
+        print(
+            "only minikv was measured; for transformers: pip install -c constraints.txt -e '.[bench]'"
+        )
         return
     given, asked = [prompt.tolist() for prompt in prompts], lengths[:, 1]
-    paths = {"static batch": (_static, load.static_batch), "continuous batching": (_continuous, load.requests)}
+    paths = {
+        "static batch": (_static, load.static_batch),
+        "continuous batching": (_continuous, load.requests),
+    }
     for name, (serve, n) in list(paths.items())[: 1 + load.continuous]:
         gc.collect()
         if kind == "cuda":
@@ -114,7 +134,9 @@ def _measured(load: Load, kind: str) -> Iterator[dict[str, Any]]:
         except Exception as e:  # versions differ in what they have and need
             print(f"transformers' {name} does not run here: {type(e).__name__}: {e}")
             continue
-        print(f"transformers' {name} made {made.sum() / asked[:n].sum():.0%} of the tokens asked for")
+        print(
+            f"transformers' {name} made {made.sum() / asked[:n].sum():.0%} of the tokens asked for"
+        )
         if made.sum():
             served = np.stack([lengths[:n, 0], made], 1)
             yield _row(f"transformers, {name}", served, seconds, rate)
@@ -135,7 +157,10 @@ def _row(path: str, lengths: np.ndarray, seconds: float, ours: float | None) -> 
 
 
 def _ours(llm: LLM, prompts: list[np.ndarray], asked: list[int]) -> float:
-    params = [SamplingParams(max_tokens=asked[i], temperature=0, ignore_eos=True) for i in range(len(prompts))]
+    params = [
+        SamplingParams(max_tokens=asked[i], temperature=0, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
     started = perf_counter()
     outs = llm.generate(prompts, params)
     seconds = perf_counter() - started
@@ -145,7 +170,8 @@ def _ours(llm: LLM, prompts: list[np.ndarray], asked: list[int]) -> float:
 
 @contextlib.contextmanager
 def _watched(llm: LLM) -> Iterator[dict[str, Any]]:
-    """A dict that says, in the end, which steps the engine took and how long the host waited in decode steps."""
+    """A dict that says, in the end, which steps the engine took and how long the host waited in
+    decode steps."""
     events: list[dict] = []
     waits: list[float] = []
     seen: dict[str, Any] = {}
@@ -177,7 +203,8 @@ def _watched(llm: LLM) -> Iterator[dict[str, Any]]:
 
 
 def _limit(llm: LLM, lengths: np.ndarray) -> float:
-    """Seconds below which no engine gets that computes each request by itself, with all requests decoding at once."""
+    """Seconds below which no engine gets that computes each request by itself, with all requests
+    decoding at once."""
     weights = sum(p.numel() for p in llm.decoder.parameters())
     size = llm.decoder.norm.weight.element_size()
     prompt, output = lengths.astype(np.float64).T
@@ -185,7 +212,9 @@ def _limit(llm: LLM, lengths: np.ndarray) -> float:
     moved = float(output.max()) * weights * size + kv
     embedding = 0 if llm.config.tie_embeddings else llm.decoder.embed_tokens.weight.numel()
     computed = 2 * (weights - embedding - llm.decoder.lm_head.weight.numel()) * float(prompt.sum())
-    return moved / copy_bandwidth(llm.device) + computed / matmul_rate(llm.device, llm.decoder.norm.weight.dtype)
+    return moved / copy_bandwidth(llm.device) + computed / matmul_rate(
+        llm.device, llm.decoder.norm.weight.dtype
+    )
 
 
 # ---- transformers
@@ -218,11 +247,15 @@ def transformers_model(decoder: Any) -> Any:
     return model
 
 
-def _static(model: Any, prompts: list[list[int]], asked: np.ndarray, patience: float) -> tuple[np.ndarray, float]:
+def _static(
+    model: Any, prompts: list[list[int]], asked: np.ndarray, patience: float
+) -> tuple[np.ndarray, float]:
     """Tokens of each request that ``generate`` makes of one batch, padded left, and seconds."""
     longest, most = max(map(len, prompts)), int(asked.max())
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)
-    seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    seen = torch.tensor(
+        [[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device
+    )
     started, made = 0.0, 0
     for tokens in (2, most):  # the first is a warm-up
         synchronize(model.device)
@@ -237,11 +270,15 @@ def _static(model: Any, prompts: list[list[int]], asked: np.ndarray, patience: f
     return np.minimum(asked, made), perf_counter() - started
 
 
-def _continuous(model: Any, prompts: list[list[int]], asked: np.ndarray, patience: float) -> tuple[np.ndarray, float]:
+def _continuous(
+    model: Any, prompts: list[list[int]], asked: np.ndarray, patience: float
+) -> tuple[np.ndarray, float]:
     """Tokens of each request that were there after `patience` seconds, or seconds until all were."""
     from transformers import GenerationConfig
 
-    config = GenerationConfig(do_sample=False, max_new_tokens=int(asked.max()), eos_token_id=-1, pad_token_id=0)
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=int(asked.max()), eos_token_id=-1, pad_token_id=0
+    )
     manager = model.init_continuous_batching(generation_config=config)
     if hasattr(manager, "warmup"):
         manager.warmup()

@@ -1,8 +1,9 @@
 """What this machine can do at best: the lines that every measurement is drawn beside.
 
-All are measured once per process, outside CUDA graphs (a captured ``copy_`` becomes a memcpy node, which is slower).
-On a GPU the median counts. A CPU is shared with all that runs on it, so there the best of `ROUNDS` short measurements
-counts, taken `PAUSE` seconds apart: a limit is what the machine can do when it is left alone.
+All are measured once per process, outside CUDA graphs (a captured ``copy_`` becomes a memcpy node,
+which is slower). On a GPU the median counts. A CPU is shared with all that runs on it, so there the
+best of `ROUNDS` short measurements counts, taken `PAUSE` seconds apart: a limit is what the machine
+can do when it is left alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def read_bandwidth(device: torch.device | str = "auto") -> float:
 
 
 def matmul_rate(device: torch.device | str = "auto", dtype: torch.dtype | None = None) -> float:
-    """FLOP per second of a large square matrix product; `dtype` defaults to that of ``dtype="auto"``."""
+    """FLOP per second of a large square matrix product; `dtype` defaults to that of
+    ``dtype="auto"``."""
     chosen = pick_device(device)
     return _matmul_rate(str(chosen), default_dtype(chosen) if dtype is None else dtype)
 

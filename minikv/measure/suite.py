@@ -1,7 +1,8 @@
-"""``minikv bench``: run measurements by name, print their tables, write them as JSON with the facts of the machine.
+"""``minikv bench``: run measurements by name, print their tables, write them as JSON with the facts
+of the machine.
 
-A measurement is a module ``bench_<name>.py`` beside this one with ``run(out_dir=None, quick=False, device="auto")``. It
-prints its tables and returns ``{"rows": [...], ...}``.
+A measurement is a module ``bench_<name>.py`` beside this one with ``run(out_dir=None, quick=False,
+device="auto")``. It prints its tables and returns ``{"rows": [...], ...}``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from minikv.errors import ArgumentError, Error
 
 def names() -> list[str]:
     """Names of all measurements."""
-    return sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py"))
+    return sorted(
+        path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py")
+    )
 
 
 def phrases() -> dict[str, str]:
@@ -56,7 +59,8 @@ def run(
     names_
         As :func:`names` lists them.
     out_dir
-        Folder for one ``<name>-<tier>.json`` each, written as soon as it is measured; None only prints.
+        Folder for one ``<name>-<tier>.json`` each, written as soon as it is measured; None only
+        prints.
     quick
         Fewer repetitions and smaller sizes.
     device
@@ -82,9 +86,13 @@ def run(
             Path(out_dir).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out_dir).close()
         except OSError as e:
-            raise ArgumentError("--out", str(out_dir), f"cannot write there ({e.strerror}); name another folder") from e
+            raise ArgumentError(
+                "--out", str(out_dir), f"cannot write there ({e.strerror}); name another folder"
+            ) from e
     machine = facts(on)
-    print(f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}")
+    print(
+        f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}"
+    )
     found: dict[str, Any] = {}
     for name in chosen:
         print(f"\n== {name}", flush=True)
@@ -131,7 +139,9 @@ def facts(device: torch.device | str) -> dict[str, Any]:
 
 
 def _main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="minikv.measure.suite", description="run measurements by name")
+    parser = argparse.ArgumentParser(
+        prog="minikv.measure.suite", description="run measurements by name"
+    )
     parser.add_argument("names", nargs="*", help="default: list the names")
     parser.add_argument("--out", default=None, help="folder for JSON results")
     parser.add_argument("--quick", action="store_true")

@@ -23,7 +23,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     number = [any(isinstance(row.get(key), int | float) for row in rows) for key in keys]
     width = [max(len(line[i]) for line in cells) for i in range(len(keys))]
     return "\n".join(
-        "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, width, number, strict=True)).rstrip()
+        "  ".join(
+            c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, width, number, strict=True)
+        ).rstrip()
         for line in cells
     )
 

@@ -1,4 +1,5 @@
-"""How everything here is timed: warm up, repeat, report the median and the spread, never a single lucky number."""
+"""How everything here is timed: warm up, repeat, report the median and the spread, never a single
+lucky number."""
 
 from __future__ import annotations
 
@@ -105,11 +106,17 @@ def measure(
 
 
 def measure_host(
-    fn: Callable[[], Any], *, device: torch.device | str, warmup: int = 20, samples: int = 200, burst: int = 8
+    fn: Callable[[], Any],
+    *,
+    device: torch.device | str,
+    warmup: int = 20,
+    samples: int = 200,
+    burst: int = 8,
 ) -> Timing:
     """Time until a call of `fn` returns to Python, whatever it left to do on the device.
 
-    The device is idle before each sample of `burst` calls, so that its queue never makes the host wait.
+    The device is idle before each sample of `burst` calls, so that its queue never makes the host
+    wait.
     """
     for _ in range(warmup):
         fn()
@@ -130,14 +137,17 @@ def measure_host(
     return Timing.of(seconds)
 
 
-def measure_graph(calls: Sequence[Callable[[], Any]], *, warmup: int = 3, samples: int = 20) -> Timing:
-    """Device time of one call without the host's share: all `calls` in one CUDA graph, replays timed by events.
+def measure_graph(
+    calls: Sequence[Callable[[], Any]], *, warmup: int = 3, samples: int = 20
+) -> Timing:
+    """Device time of one call without the host's share: all `calls` in one CUDA graph, replays
+    timed by events.
 
     Parameters
     ----------
     calls
-        The same work on rotated inputs (more bytes than the L2 cache holds, where it reads much). They must neither
-        wait for the device nor allocate outside PyTorch.
+        The same work on rotated inputs (more bytes than the L2 cache holds, where it reads much).
+        They must neither wait for the device nor allocate outside PyTorch.
     warmup, samples
         Replays before the first sample (more, until clocks have had time to rise), and samples.
 

@@ -1,8 +1,10 @@
-"""Workloads that share prefixes, made from a seed, and how many of their tokens any cache could have found.
+"""Workloads that share prefixes, made from a seed, and how many of their tokens any cache could
+have found.
 
-A trace is a list of requests in order of arrival. Its tokens are numbers of words in :data:`WORDS`, which every model
-with a vocabulary of 512 or more takes as they are; `text` spells them, and the text of a shared beginning is a shared
-beginning of the texts. The four workloads are those of the RadixAttention paper (Zheng et al. 2024).
+A trace is a list of requests in order of arrival. Its tokens are numbers of words in :data:`WORDS`,
+which every model with a vocabulary of 512 or more takes as they are; `text` spells them, and the
+text of a shared beginning is a shared beginning of the texts. The four workloads are those of the
+RadixAttention paper (Zheng et al. 2024).
 """
 
 from __future__ import annotations
@@ -25,8 +27,23 @@ _KINDS = {
     "verb": "sees finds follows carries opens closes paints builds remembers forgets visits leaves watches sells buys "
     "calls helps meets hides moves draws keeps crosses reaches",
 }  # fmt: skip
-MARKS = ("System:", "Example:", "Document:", "User:", "Assistant:", "Question:", "Answer:", "Problem:", "Thought:")
-WORDS: tuple[str, ...] = (*MARKS, "the", ".", *(word for words in _KINDS.values() for word in words.split()))
+MARKS = (
+    "System:",
+    "Example:",
+    "Document:",
+    "User:",
+    "Assistant:",
+    "Question:",
+    "Answer:",
+    "Problem:",
+    "Thought:",
+)
+WORDS: tuple[str, ...] = (
+    *MARKS,
+    "the",
+    ".",
+    *(word for words in _KINDS.values() for word in words.split()),
+)
 """What the token ids of a trace stand for."""
 
 _NUMBER = {word: number for number, word in enumerate(WORDS)}
@@ -46,7 +63,8 @@ class TraceRequest:
     max_tokens
         Tokens to generate for it.
     group
-        Number of the task, conversation, problem or first document: requests of one group share most.
+        Number of the task, conversation, problem or first document: requests of one group share
+        most.
     """
 
     token_ids: np.ndarray
@@ -85,19 +103,26 @@ def few_shot(
     question_words: int = 32,
     max_tokens: int = 16,
 ) -> list[TraceRequest]:
-    """Each task has an instruction and `shots` examples, and is asked `questions` questions; tasks mixed at random.
+    """Each task has an instruction and `shots` examples, and is asked `questions` questions; tasks
+    mixed at random.
 
-    A prompt has ``1 + task_words + shots * (2 + shot_words) + 2 + question_words`` tokens, and all but the last
-    ``2 + question_words`` (its question) it shares with its whole task; there are ``tasks * questions`` requests.
+    A prompt has ``1 + task_words + shots * (2 + shot_words) + 2 + question_words`` tokens, and all
+    but the last ``2 + question_words`` (its question) it shares with its whole task; there are
+    ``tasks * questions`` requests.
     """
     rng = np.random.default_rng(seed)
     heads = [
-        [*_part(rng, "System:", task_words), *(p for _ in range(shots) for p in _example(rng, shot_words))]
+        [
+            *_part(rng, "System:", task_words),
+            *(p for _ in range(shots) for p in _example(rng, shot_words)),
+        ]
         for _ in range(tasks)
     ]
     order = rng.permutation(np.repeat(np.arange(tasks), questions))
     return [
-        _request([*heads[task], *_part(rng, "Question:", question_words, "Answer:")], max_tokens, task)
+        _request(
+            [*heads[task], *_part(rng, "Question:", question_words, "Answer:")], max_tokens, task
+        )
         for task in order
     ]
 
@@ -114,9 +139,10 @@ def multi_turn_chat(
 ) -> list[TraceRequest]:
     """Conversations below a few system prompts; whose turn comes next is drawn at random.
 
-    The prompt of a turn is the system prompt, all earlier turns with their replies, and the new question. A reply is
-    part of the trace (a model's own would differ from run to run), its length is the turn's `max_tokens`. Lengths are
-    drawn from the ranges, both ends included; there are ``chats * turns`` requests, `group` is the conversation.
+    The prompt of a turn is the system prompt, all earlier turns with their replies, and the new
+    question. A reply is part of the trace (a model's own would differ from run to run), its length
+    is the turn's `max_tokens`. Lengths are drawn from the ranges, both ends included; there are
+    ``chats * turns`` requests, `group` is the conversation.
     """
     rng = np.random.default_rng(seed)
     openings = [_part(rng, "System:", system_words) for _ in range(systems)]
@@ -139,19 +165,25 @@ def tree_of_thought(
     problem_words: int = 128,
     thought_words: int = 48,
 ) -> list[TraceRequest]:
-    """Each thought is continued in `branching` ways, `depth` levels deep; level by level, problems in turn.
+    """Each thought is continued in `branching` ways, `depth` levels deep; level by level, problems
+    in turn.
 
-    Every request generates one thought from the problem and the thoughts above it, so the `branching` continuations of
-    a thought have equal prompts. On level d (from 0) of a problem there are ``branching ** (d + 1)`` requests, of
-    ``1 + problem_words + d * (1 + thought_words) + 1`` tokens.
+    Every request generates one thought from the problem and the thoughts above it, so the
+    `branching` continuations of a thought have equal prompts. On level d (from 0) of a problem
+    there are ``branching ** (d + 1)`` requests, of ``1 + problem_words + d * (1 + thought_words) +
+    1`` tokens.
     """
     rng = np.random.default_rng(seed)
-    levels = [[_part(rng, "Problem:", problem_words)] for _ in range(problems)]  # of each problem: paths to this level
+    levels = [
+        [_part(rng, "Problem:", problem_words)] for _ in range(problems)
+    ]  # of each problem: paths to this level
     trace = []
     for _ in range(depth):
         for problem, paths in enumerate(levels):
             asked = [path for path in paths for _ in range(branching)]
-            trace += [_request([*path, _mark("Thought:")], thought_words, problem) for path in asked]
+            trace += [
+                _request([*path, _mark("Thought:")], thought_words, problem) for path in asked
+            ]
             levels[problem] = [[*path, *_part(rng, "Thought:", thought_words)] for path in asked]
     return trace
 
@@ -167,13 +199,17 @@ def rag(
     question_words: int = 32,
     max_tokens: int = 32,
 ) -> list[TraceRequest]:
-    """Questions over shared documents: an instruction, `per_question` documents as retrieved, then the question.
+    """Questions over shared documents: an instruction, `per_question` documents as retrieved, then
+    the question.
 
-    How often a document is retrieved falls with its number k as 1 / (k + 1). Two prompts share the instruction and the
-    documents up to the first in which they differ; `group` is the first document.
+    How often a document is retrieved falls with its number k as 1 / (k + 1). Two prompts share the
+    instruction and the documents up to the first in which they differ; `group` is the first
+    document.
     """
     if per_question > documents:
-        raise ArgumentError("per_question", per_question, f"must be at most the {documents} documents")
+        raise ArgumentError(
+            "per_question", per_question, f"must be at most the {documents} documents"
+        )
     rng = np.random.default_rng(seed)
     task = _part(rng, "System:", task_words)
     shelf = [_part(rng, "Document:", document_words) for _ in range(documents)]
@@ -182,7 +218,11 @@ def rag(
     for _ in range(questions):
         found = rng.choice(documents, per_question, replace=False, p=weight / weight.sum())
         pieces = [*task, *(piece for i in found for piece in shelf[i])]
-        trace.append(_request([*pieces, *_part(rng, "Question:", question_words, "Answer:")], max_tokens, found[0]))
+        trace.append(
+            _request(
+                [*pieces, *_part(rng, "Question:", question_words, "Answer:")], max_tokens, found[0]
+            )
+        )
     return trace
 
 
@@ -196,15 +236,21 @@ WORKLOADS: dict[str, Callable[..., list[TraceRequest]]] = {
 
 
 def optimal_hits(
-    prompts: Sequence[Any], page_size: int, num_pages: int | None = None, *, spare_last: bool = False
+    prompts: Sequence[Any],
+    page_size: int,
+    num_pages: int | None = None,
+    *,
+    spare_last: bool = False,
 ) -> list[int]:
-    """How many tokens of each prompt the best possible prefix cache finds, for prompts that run one after another.
+    """How many tokens of each prompt the best possible prefix cache finds, for prompts that run one
+    after another.
 
-    Without `num_pages` nothing is ever given away: a prompt finds its longest common beginning with any earlier one,
-    rounded down to pages. With it, the pages of the prompt that runs must be in the pool, and when room is needed the
-    page goes whose next use lies farthest ahead (Belady 1966), of equal ones the deepest. A page is never used again
-    before the one above it, so that is always the end of a branch, and a tree can follow the rule. (With `spare_last`
-    one page above may be of no use meanwhile, so the number is a bound that a tree need not reach.)
+    Without `num_pages` nothing is ever given away: a prompt finds its longest common beginning with
+    any earlier one, rounded down to pages. With it, the pages of the prompt that runs must be in
+    the pool, and when room is needed the page goes whose next use lies farthest ahead (Belady
+    1966), of equal ones the deepest. A page is never used again before the one above it, so that is
+    always the end of a branch, and a tree can follow the rule. (With `spare_last` one page above
+    may be of no use meanwhile, so the number is a bound that a tree need not reach.)
 
     Parameters
     ----------
@@ -218,7 +264,8 @@ def optimal_hits(
     Returns
     -------
     list of int
-        Tokens found, one number per prompt. Their sum over the sum of lengths is the optimal hit rate.
+        Tokens found, one number per prompt. Their sum over the sum of lengths is the optimal hit
+        rate.
 
     Raises
     ------
@@ -235,21 +282,28 @@ def optimal_hits(
     chains = _page_numbers(prompts, page_size)
     most = max(map(len, chains), default=0)
     if num_pages is not None and most > num_pages:
-        raise ArgumentError("num_pages", num_pages, f"is less than the {most} pages of the longest prompt")
+        raise ArgumentError(
+            "num_pages", num_pages, f"is less than the {most} pages of the longest prompt"
+        )
     seen = [
-        chain[: (len(prompt) - spare_last) // page_size] for chain, prompt in zip(chains, prompts, strict=True)
+        chain[: (len(prompt) - spare_last) // page_size]
+        for chain, prompt in zip(chains, prompts, strict=True)
     ]  # what each looks up
     next_use: dict[int, int] = {}
     next_uses = []
     for time in range(len(chains) - 1, -1, -1):
         next_uses.append([next_use.get(page, len(chains)) for page in chains[time]])
-        next_use.update(dict.fromkeys(chains[time], len(chains)))  # computed anew there, so not worth keeping for it
+        next_use.update(
+            dict.fromkeys(chains[time], len(chains))
+        )  # computed anew there, so not worth keeping for it
         next_use.update(dict.fromkeys(seen[time], time))
     held: dict[int, tuple[int, int, int]] = {}  # page -> its one valid entry in the heap
     heap: list[tuple[int, int, int]] = []  # the page to give away first
     hits = []
     for chain, looked, ahead in zip(chains, seen, reversed(next_uses), strict=True):
-        hits.append(page_size * next((i for i, page in enumerate(looked) if page not in held), len(looked)))
+        hits.append(
+            page_size * next((i for i, page in enumerate(looked) if page not in held), len(looked))
+        )
         for depth, (page, use) in enumerate(zip(chain, ahead, strict=True)):
             held[page] = (-use, -depth, page)
             heappush(heap, held[page])
@@ -268,7 +322,8 @@ def optimal_hits(
 
 
 def _page_numbers(prompts: Sequence[Any], page_size: int) -> list[list[int]]:
-    """Each prompt as numbers of its whole pages; one number stands for a page and all pages before it."""
+    """Each prompt as numbers of its whole pages; one number stands for a page and all pages before
+    it."""
     known: dict[tuple[int, bytes], int] = {}
     chains = []
     for prompt in prompts:
@@ -304,4 +359,6 @@ def _example(rng: np.random.Generator, words: int) -> Pieces:
 def _sentences(rng: np.random.Generator, words: int) -> np.ndarray:
     """`words` words and full stops, int64; the last sentence may be cut."""
     rows = -(-words // len(_SENTENCE))
-    return np.stack([choices[rng.integers(0, choices.size, rows)] for choices in _CHOICES], 1).reshape(-1)[:words]
+    return np.stack(
+        [choices[rng.integers(0, choices.size, rows)] for choices in _CHOICES], 1
+    ).reshape(-1)[:words]

@@ -1,9 +1,10 @@
 """Pages of the KV pool: who gets which, and how they come back.
 
-A slot holds the K and V of one token; a page is `page_size` neighbouring slots (``slot = page * page_size + offset``).
-How many pages a call needs follows from lengths that the host knows, so an allocation is decided on the host before
-anything is launched, and the device only fills in the slots (`allocator_kernels.py`). The semantics are those of
-SGLang's paged allocator; the page table idea is vLLM's PagedAttention (Kwon et al., 2023).
+A slot holds the K and V of one token; a page is `page_size` neighbouring slots (``slot = page *
+page_size + offset``). How many pages a call needs follows from lengths that the host knows, so an
+allocation is decided on the host before anything is launched, and the device only fills in the
+slots (`allocator_kernels.py`). The semantics are those of SGLang's paged allocator; the page table
+idea is vLLM's PagedAttention (Kwon et al., 2023).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import torch
 
 from minikv.device import pick_device, use_triton
 from minikv.errors import ArgumentError, StateError
-from minikv.memory import allocator_kernels as kernels
-from minikv.memory.checks import host_integers, refuse_misplaced, whole
+from minikv.kernels.launch import with_index
+from minikv.kernels.staging import Staging
+from minikv.memory import slots as kernels
 from minikv.memory.free_list import FREE, HELD, PENDING, AllocatorState, FreeList
-from minikv.memory.launch import Staging, with_index
+from minikv.numbers import host_integers, refuse_misplaced, whole
 
 MAX_PAGE_SIZE = 256
 MOST_TOKENS = 1 << 40  # sums over a batch stay far from the end of 64 bits
@@ -35,7 +37,8 @@ class PagedAllocator:
     Parameters
     ----------
     size
-        Tokens to hand out; rounded down to whole pages. Page 0 is extra and never handed out: padding writes there.
+        Tokens to hand out; rounded down to whole pages. Page 0 is extra and never handed out:
+        padding writes there.
     page_size
         Tokens per page, 1 to 256.
     device
@@ -43,7 +46,8 @@ class PagedAllocator:
     debug
         Check what device tensors say, too; this waits for the device.
     kernels
-        ``"triton"``, ``"torch"``, or ``"auto"``: Triton on CUDA, PyTorch on the CPU. The results are the same.
+        ``"triton"``, ``"torch"``, or ``"auto"``: Triton on CUDA, PyTorch on the CPU. The results
+        are the same.
 
     Examples
     --------
@@ -61,7 +65,12 @@ class PagedAllocator:
     """
 
     def __init__(
-        self, size: int, page_size: int, device: torch.device | str = "cpu", debug: bool = False, kernels: str = "auto"
+        self,
+        size: int,
+        page_size: int,
+        device: torch.device | str = "cpu",
+        debug: bool = False,
+        kernels: str = "auto",
     ) -> None:
         size, page_size = whole("size", size), whole("page_size", page_size)
         if not 1 <= page_size <= MAX_PAGE_SIZE:
@@ -69,11 +78,17 @@ class PagedAllocator:
         if size < page_size:
             raise ArgumentError("size", size, f"must hold at least one page of {page_size} tokens")
         if size % page_size:
-            warnings.warn(f"size={size} is rounded down to whole pages of {page_size} tokens", stacklevel=2)
+            warnings.warn(
+                f"size={size} is rounded down to whole pages of {page_size} tokens", stacklevel=2
+            )
         self.page_size, self.num_pages, self.debug = page_size, size // page_size, debug
         self.size = self.num_pages * page_size
         if self.size >= 2**31:
-            raise ArgumentError("size", size, "slots are kept as int32 in the request table; stay below 2**31 tokens")
+            raise ArgumentError(
+                "size",
+                size,
+                "slots are kept as int32 in the request table; stay below 2**31 tokens",
+            )
         self.device = with_index(pick_device(device))
         self._on_cpu = self.device.type == "cpu"
         self._triton = use_triton(kernels, self.device)
@@ -99,7 +114,8 @@ class PagedAllocator:
 
     @property
     def page_is_held(self) -> torch.Tensor:
-        """Bool ``[num_pages + 1]`` on the host: not free. Page 0 is always held (on CUDA this waits for the device)."""
+        """Bool ``[num_pages + 1]`` on the host: not free. Page 0 is always held (on CUDA this waits
+        for the device)."""
         return self._free.state[: self.num_pages + 1].cpu() != FREE
 
     def is_free(self, pages: torch.Tensor | Sequence[int] | int) -> torch.Tensor:
@@ -112,7 +128,8 @@ class PagedAllocator:
     # ---- handing out -------------------------------------------------------------------------------------------
 
     def alloc(self, num_tokens: int) -> torch.Tensor | None:
-        """Slots of ``num_tokens / page_size`` whole pages, int64 ``[num_tokens]``, or None when there are too few.
+        """Slots of ``num_tokens / page_size`` whole pages, int64 ``[num_tokens]``, or None when
+        there are too few.
 
         Raises
         ------
@@ -120,49 +137,71 @@ class PagedAllocator:
             For a negative number, or one that is not a multiple of the page size.
         """
         if (num_tokens := whole("num_tokens", num_tokens)) < 0 or num_tokens % self.page_size:
-            raise ArgumentError("num_tokens", num_tokens, f"must be whole pages, a multiple of {self.page_size}")
+            raise ArgumentError(
+                "num_tokens", num_tokens, f"must be whole pages, a multiple of {self.page_size}"
+            )
         no_prefix = torch.full((1,), -1, dtype=torch.int64, device=self.device)
-        return self.alloc_extend(np.zeros(1, np.int64), np.array([num_tokens]), no_prefix, num_tokens)
+        return self.alloc_extend(
+            np.zeros(1, np.int64), np.array([num_tokens]), no_prefix, num_tokens
+        )
 
     def alloc_extend(
-        self, prefix_lens: Lengths, seq_lens: Lengths, last_loc: torch.Tensor, extend_num_tokens: int
+        self,
+        prefix_lens: Lengths,
+        seq_lens: Lengths,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
     ) -> torch.Tensor | None:
         """Slots for the new tokens of a batch of requests.
 
-        Each request first fills the page of its last prefix token, then takes new pages, in batch order.
+        Each request first fills the page of its last prefix token, then takes new pages, in batch
+        order.
 
         Parameters
         ----------
         prefix_lens, seq_lens
             Integers ``[n]`` on the CPU: tokens before and after.
         last_loc
-            int32 or int64 ``[n]`` on the allocator's device: slot of the last prefix token, -1 without a prefix.
-            ``(last_loc + 1) % page_size == prefix_lens % page_size``, in the pool (checked on the CPU; `debug`: held).
+            int32 or int64 ``[n]`` on the allocator's device: slot of the last prefix token, -1
+            without a prefix. ``(last_loc + 1) % page_size == prefix_lens % page_size``, in the pool
+            (checked on the CPU; `debug`: held).
         extend_num_tokens
             The sum of ``seq_lens - prefix_lens``.
 
         Returns
         -------
         Tensor or None
-            int64 ``[extend_num_tokens]``, requests laid end to end; None, and nothing changed or launched, when there
-            are too few free pages.
+            int64 ``[extend_num_tokens]``, requests laid end to end; None, and nothing changed or
+            launched, when there are too few free pages.
 
         Raises
         ------
         ArgumentError
             For a negative extend, a wrong sum, wrong shapes or devices; nothing is changed.
         """
-        prefix, seq = host_integers("prefix_lens", prefix_lens, 1), host_integers("seq_lens", seq_lens, 1)
+        prefix, seq = (
+            host_integers("prefix_lens", prefix_lens, 1),
+            host_integers("seq_lens", seq_lens, 1),
+        )
         n = seq.size
         if prefix.size != n:
-            raise ArgumentError("prefix_lens", tuple(prefix.shape), f"must have as many entries as seq_lens, {n}")
+            raise ArgumentError(
+                "prefix_lens", tuple(prefix.shape), f"must have as many entries as seq_lens, {n}"
+            )
         new = seq - prefix
-        # As unsigned numbers the negative ones are the largest, so one reduction finds them and the too long ones.
+        # As unsigned numbers the negative ones are the largest, so one reduction finds them and the
+        # too long ones.
         if n and np.maximum.reduce((new | prefix).view(np.uint64)) >= 2 * MOST_TOKENS:
             if seq.max() > MOST_TOKENS:
-                raise ArgumentError("seq_lens", int(seq.max()), f"is too long: at most {MOST_TOKENS} tokens a request")
+                raise ArgumentError(
+                    "seq_lens",
+                    int(seq.max()),
+                    f"is too long: at most {MOST_TOKENS} tokens a request",
+                )
             i = int(np.argmax((new | prefix) < 0))
-            raise ArgumentError("prefix_lens", int(prefix[i]), f"of request {i} must be 0 to seq_lens, {seq[i]}")
+            raise ArgumentError(
+                "prefix_lens", int(prefix[i]), f"of request {i} must be 0 to seq_lens, {seq[i]}"
+            )
         self._check_last_loc(last_loc, prefix)
         before, to_kernel = self._staging.array(2 * n + 2)
         before[0] = before[1] = 0
@@ -170,7 +209,9 @@ class PagedAllocator:
         np.add.accumulate(self._pages(seq) - self._pages(prefix), out=before[3::2])
         total, new_pages = int(before[-2]), int(before[-1])
         if total != extend_num_tokens:
-            raise ArgumentError("extend_num_tokens", extend_num_tokens, f"must be the sum of the extends, {total}")
+            raise ArgumentError(
+                "extend_num_tokens", extend_num_tokens, f"must be the sum of the extends, {total}"
+            )
         first = self._take(new_pages)
         if first is None:
             return None
@@ -182,7 +223,9 @@ class PagedAllocator:
         else:
             fill_in, table = kernels.extend_torch, torch.from_numpy(before)
         try:
-            return fill_in(self._free, self.page_size, table, last_loc, first, new_pages, total, longest)
+            return fill_in(
+                self._free, self.page_size, table, last_loc, first, new_pages, total, longest
+            )
         except BaseException:
             self._put_back(first)
             raise
@@ -210,10 +253,14 @@ class PagedAllocator:
         seq = host_integers("seq_lens", seq_lens, 1)
         n = seq.size
         if n and np.minimum.reduce(seq) < 1:
-            raise ArgumentError("seq_lens", int(seq.min()), "must count the new token, so be at least 1")
+            raise ArgumentError(
+                "seq_lens", int(seq.min()), "must count the new token, so be at least 1"
+            )
         prefix = seq - 1
         self._check_last_loc(last_loc, prefix)
-        into = prefix % self.page_size if self._page_shift is None else prefix & (self.page_size - 1)
+        into = (
+            prefix % self.page_size if self._page_shift is None else prefix & (self.page_size - 1)
+        )
         new_pages = n - int(np.count_nonzero(into))
         first = self._take(new_pages)
         if first is None:
@@ -233,7 +280,8 @@ class PagedAllocator:
         return up // self.page_size if self._page_shift is None else up >> self._page_shift
 
     def _take(self, pages: int) -> int | None:
-        """Position of the first of `pages` pages that now leave the free list, or None when there are too few."""
+        """Position of the first of `pages` pages that now leave the free list, or None when there
+        are too few."""
         free = self._free
         free.poll()
         first = free.head
@@ -249,14 +297,24 @@ class PagedAllocator:
 
     def _check_last_loc(self, last_loc: torch.Tensor, prefix: np.ndarray) -> None:
         if not isinstance(last_loc, torch.Tensor):
-            raise ArgumentError("last_loc", last_loc, f"must be a tensor on {self.device}, one slot per request")
+            raise ArgumentError(
+                "last_loc", last_loc, f"must be a tensor on {self.device}, one slot per request"
+            )
         if last_loc.shape != prefix.shape or last_loc.dtype not in (torch.int64, torch.int32):
-            raise ArgumentError("last_loc", last_loc, f"must be int64 or int32 [{prefix.size}], one slot per request")
+            raise ArgumentError(
+                "last_loc",
+                last_loc,
+                f"must be int64 or int32 [{prefix.size}], one slot per request",
+            )
         if last_loc.device != self.device:
-            raise ArgumentError("last_loc", last_loc.device, f"must be on the allocator's device, {self.device}")
+            raise ArgumentError(
+                "last_loc", last_loc.device, f"must be on the allocator's device, {self.device}"
+            )
         if self._on_cpu or self.debug:
             slots = last_loc.cpu().numpy()
-            pages = slots // self.page_size  # the rest of a page that nobody holds would be given away twice
+            pages = (
+                slots // self.page_size
+            )  # the rest of a page that nobody holds would be given away twice
             nobodys = (slots < -1) | (pages > self.num_pages)
             if self.debug:
                 nobodys |= self._not_held(pages) & (prefix % self.page_size > 0)
@@ -270,16 +328,22 @@ class PagedAllocator:
         Parameters
         ----------
         slots
-            int32 or int64 ``[n]``. On the CPU, or with ``debug=True``: any slots. On CUDA without `debug`: a run of one
-            request in order that begins at a page start; ``ceil(n / page_size)`` pages return, nothing is read back.
+            int32 or int64 ``[n]``. On the CPU, or with ``debug=True``: any slots. On CUDA without
+            `debug`: a run of one request in order that begins at a page start; ``ceil(n /
+            page_size)`` pages return, nothing is read back.
 
         Raises
         ------
         ArgumentError
-            Naming the page that is already free, reserved or out of range, before anything is changed: always for CPU
-            tensors, with ``debug=True`` for device tensors. Without it such a page is ignored, and a later call warns.
+            Naming the page that is already free, reserved or out of range, before anything is
+            changed: always for CPU tensors, with ``debug=True`` for device tensors. Without it such
+            a page is ignored, and a later call warns.
         """
-        slots = slots if isinstance(slots, torch.Tensor) else torch.as_tensor(host_integers("slots", slots))
+        slots = (
+            slots
+            if isinstance(slots, torch.Tensor)
+            else torch.as_tensor(host_integers("slots", slots))
+        )
         slots = slots.reshape(-1)
         if slots.numel() == 0:
             return
@@ -298,7 +362,8 @@ class PagedAllocator:
 
     @contextmanager
     def free_group(self) -> Iterator[PagedAllocator]:
-        """Collect the frees of the body and apply them at the end of the outermost group as one ascending batch."""
+        """Collect the frees of the body and apply them at the end of the outermost group as one
+        ascending batch."""
         self._depth += 1
         try:
             yield self
@@ -308,14 +373,21 @@ class PagedAllocator:
                 self._apply_frees()
 
     def _checked_pages(self, slots: np.ndarray) -> np.ndarray:
-        """The pages of `slots`, ascending, each once and each held; on the CPU they are marked as on their way back."""
+        """The pages of `slots`, ascending, each once and each held; on the CPU they are marked as
+        on their way back."""
         pages = np.unique(slots // self.page_size).astype(np.int64)
         wrong = self._not_held(pages)
         if wrong.any():
             page = int(pages[np.argmax(wrong)])
-            why = "is already free" if 1 <= page <= self.num_pages else f"is not one of 1..{self.num_pages}"
+            why = (
+                "is already free"
+                if 1 <= page <= self.num_pages
+                else f"is not one of 1..{self.num_pages}"
+            )
             slot = int(slots[slots // self.page_size == page][0])
-            raise ArgumentError("slots", slot, f"page {page} {why}; free each page once, and only slots handed out")
+            raise ArgumentError(
+                "slots", slot, f"page {page} {why}; free each page once, and only slots handed out"
+            )
         if self._on_cpu:
             self._free.state.numpy()[pages] = PENDING
         return pages
@@ -341,7 +413,10 @@ class PagedAllocator:
             pages = pending[0] if len(pending) == 1 else np.sort(np.concatenate(pending))
             self._free.push(torch.from_numpy(pages))
         else:
-            on_device = [p if isinstance(p, torch.Tensor) else torch.from_numpy(p).to(self.device) for p in pending]
+            on_device = [
+                p if isinstance(p, torch.Tensor) else torch.from_numpy(p).to(self.device)
+                for p in pending
+            ]
             self._free.push_filtered(torch.cat(on_device))
 
     # ---- undoing -----------------------------------------------------------------------------------------------
@@ -359,21 +434,28 @@ class PagedAllocator:
         Raises
         ------
         StateError
-            When something was freed since, or an earlier state was restored or the allocator cleared; and for the state
-            of another allocator.
+            When something was freed since, or an earlier state was restored or the allocator
+            cleared; and for the state of another allocator.
         """
         if not isinstance(state, AllocatorState) or state.owner is not self:
-            raise StateError("restore: not a state of this allocator; pass what its own backup() returned")
+            raise StateError(
+                "restore: not a state of this allocator; pass what its own backup() returned"
+            )
         if state.frees != self._frees:
-            raise StateError("restore: slots were freed since backup(); undo allocations before freeing anything")
+            raise StateError(
+                "restore: slots were freed since backup(); undo allocations before freeing anything"
+            )
         if state not in self._states:
-            raise StateError("restore: an earlier state was restored since backup(); this one is no longer reachable")
+            raise StateError(
+                "restore: an earlier state was restored since backup(); this one is no longer reachable"
+            )
         self._put_back(state.head + self._free.seen - state.seen)
         for later in [other for other in self._states if other.number > state.number]:
             self._states.discard(later)
 
     def clear(self) -> None:
-        """Return to the fresh state: all pages free, ascending; open groups forget what they collected."""
+        """Return to the fresh state: all pages free, ascending; open groups forget what they
+        collected."""
         self._free = FreeList(self.num_pages, self.device)
         self._pending = []
         self._frees += 1
@@ -385,7 +467,9 @@ class PagedAllocator:
         text = f"PagedAllocator({self.num_pages} pages of {self.page_size} on {self.device}: {free} free"
         if self._on_cpu and free:
             shown = self._free.pages()[:9].tolist()
-            text += ", front first " + " ".join(map(str, shown[:8])) + (" …" if len(shown) > 8 else "")
+            text += (
+                ", front first " + " ".join(map(str, shown[:8])) + (" …" if len(shown) > 8 else "")
+            )
         return text + ")"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:

@@ -1,14 +1,16 @@
 """The free list of pages and one state byte per page, kept where the slots live.
 
-The list is a stack in a fixed buffer: free pages are ``stack[head:]``, front first. Handing out moves `head` forward,
-freeing writes in front of it, and undoing an allocation only moves it back, since what was handed out is still there.
-The buffer never moves, so a kernel gets one pointer and one number.
+The list is a stack in a fixed buffer: free pages are ``stack[head:]``, front first. Handing out
+moves `head` forward, freeing writes in front of it, and undoing an allocation only moves it back,
+since what was handed out is still there. The buffer never moves, so a kernel gets one pointer and
+one number.
 
-On the CPU the state bytes check every free before it is done. On CUDA the slots of a free are on the device and are not
-read back, so there the bytes are on the device too: :meth:`push_filtered` lets a page back on the list only if it is
-held, and counts the others in `lost`. The host, which expected them back, then counts too many free pages until that
-number has travelled (by an asynchronous copy that nobody waits for); kernels add ``lost - seen`` to the host's `head`,
-so the list itself is exact at every moment: a page is never on it twice.
+On the CPU the state bytes check every free before it is done. On CUDA the slots of a free are on
+the device and are not read back, so there the bytes are on the device too: :meth:`push_filtered`
+lets a page back on the list only if it is held, and counts the others in `lost`. The host, which
+expected them back, then counts too many free pages until that number has travelled (by an
+asynchronous copy that nobody waits for); kernels add ``lost - seen`` to the host's `head`, so the
+list itself is exact at every moment: a page is never on it twice.
 """
 
 from __future__ import annotations
@@ -18,9 +20,14 @@ from dataclasses import dataclass
 
 import torch
 
-from minikv.memory.launch import pointer
+from minikv.kernels.launch import pointer
 
-FREE, HELD, PENDING, RESERVED = 0, 1, 2, 3  # PENDING: freed inside a free group; RESERVED: page 0, for padding
+FREE, HELD, PENDING, RESERVED = (
+    0,
+    1,
+    2,
+    3,
+)  # PENDING: freed inside a free group; RESERVED: page 0, for padding
 
 
 @dataclass(eq=False)
@@ -44,11 +51,13 @@ class FreeList:
     stack
         int64 ``[num_pages + 1]``; the last entry receives what is thrown away.
     state
-        uint8 ``[num_pages + 2]``: FREE, HELD, PENDING or RESERVED for each page; the last entry is never read.
+        uint8 ``[num_pages + 2]``: FREE, HELD, PENDING or RESERVED for each page; the last entry is
+        never read.
     addresses
         The three tensors `stack`, `state` and `lost`, as kernels take them.
     lost, seen
-        Pages that frees named although they were not held: the device's count (int64 ``[1]``), and the host's.
+        Pages that frees named although they were not held: the device's count (int64 ``[1]``), and
+        the host's.
     """
 
     def __init__(self, num_pages: int, device: torch.device) -> None:
@@ -59,7 +68,9 @@ class FreeList:
         self.lost = torch.zeros(1, dtype=torch.int64, device=device)
         self.addresses = tuple(map(pointer, (self.stack, self.state, self.lost)))
         self.device_index = self.stack.device.index
-        self.exact = device.type == "cpu"  # every free is checked first, so the host's count is the truth
+        self.exact = (
+            device.type == "cpu"
+        )  # every free is checked first, so the host's count is the truth
         self._told = None if self.exact else torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._told_host = None if self._told is None else self._told.numpy()
 
@@ -87,9 +98,12 @@ class FreeList:
         return self.stack[front : self.num_pages].clone()
 
     def page_at(self, index: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """Pages at positions `index` of the list as the host counts them: 0 past the end, any where not `wanted`."""
+        """Pages at positions `index` of the list as the host counts them: 0 past the end, any where
+        not `wanted`."""
         if self.exact:
-            return self.stack.index_select(0, torch.where(wanted, index, 0))  # several times faster than stack[...]
+            return self.stack.index_select(
+                0, torch.where(wanted, index, 0)
+            )  # several times faster than stack[...]
         index = index + (self.lost - self.seen)
         inside = wanted & (index < self.num_pages)
         return torch.where(inside, self.stack[torch.where(inside, index, 0)], 0)
@@ -111,14 +125,16 @@ class FreeList:
         self.head -= count
 
     def push_filtered(self, pages: torch.Tensor) -> None:
-        """Return those of `pages` (int64 ``[n]`` on the device, any order) that are held; nothing is read back."""
+        """Return those of `pages` (int64 ``[n]`` on the device, any order) that are held; nothing
+        is read back."""
         pages = pages.sort().values
         named = torch.where((pages >= 1) & (pages <= self.num_pages), pages, 0)
         good = self.state[named] == HELD
         good[1:] &= pages[1:] != pages[:-1]
         rank = good.cumsum(0)
         front = self.head + (self.lost - self.seen)
-        # Allocations that the host granted past the true end got padding's page, and nothing left the list for them.
+        # Allocations that the host granted past the true end got padding's page, and nothing left
+        # the list for them.
         past_end = (front - self.num_pages).clamp_min(0)
         front = front - past_end - rank[-1:]
         self.stack.scatter_(0, torch.where(good, front + rank - 1, self.num_pages), pages)

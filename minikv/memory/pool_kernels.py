@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from minikv._triton import tl, triton
-from minikv.memory.launch import Binary, pointer
+from minikv.kernels.launch import Binary, pointer
+from minikv.kernels.triton import tl, triton
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -18,14 +18,16 @@ _binaries: dict[tuple[Any, ...], Binary] = {}
 def store_triton(
     caches: list[torch.Tensor], slots: torch.Tensor, rows: list[torch.Tensor], scales: list[float]
 ) -> None:
-    """Write ``rows[p][i]`` to ``caches[p][slots[i]]`` for K (p = 0) and, where given, V (p = 1), in one launch.
+    """Write ``rows[p][i]`` to ``caches[p][slots[i]]`` for K (p = 0) and, where given, V (p = 1), in
+    one launch.
 
     Parameters
     ----------
     caches
         One layer of the pool, each ``[slots, heads, head_dim]``, contiguous.
     slots
-        int32 or int64 ``[n]``. On CUDA a row whose slot is outside the pool is dropped, so nothing is overwritten.
+        int32 or int64 ``[n]``. On CUDA a row whose slot is outside the pool is dropped, so nothing
+        is overwritten.
     rows
         ``[n, heads, head_dim]`` with any strides between tokens and between heads.
     scales
@@ -37,11 +39,22 @@ def store_triton(
         slots = slots.contiguous()
     n, heads, dim = k.shape
     width = heads * dim
-    # The largest power of two that divides the row (at least 64 columns) leaves no lane idle: 576 = 9 × 64.
+    # The largest power of two that divides the row (at least 64 columns) leaves no lane idle: 576 =
+    # 9 × 64.
     columns = min(width & -width, 1024)
     columns = columns if columns >= 64 else min(triton.next_power_of_2(width), 1024)
     tensors = (k, v, k_cache, v_cache, slots)
-    scalars = (n, k_cache.shape[0], scales[0], scales[-1], k.stride(0), k.stride(1), v.stride(0), v.stride(1), width)
+    scalars = (
+        n,
+        k_cache.shape[0],
+        scales[0],
+        scales[-1],
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        width,
+    )
     scaled = scales != [1.0] * len(scales)
     key = (k.device, k.dtype, v.dtype, k_cache.dtype, slots.dtype, scalars[4:], dim, len(rows), scaled,
            k.data_ptr() % 16, v.data_ptr() % 16)  # fmt: skip
@@ -51,12 +64,18 @@ def store_triton(
             store_kernel, (*tensors, *scalars), HEAD_DIM=dim, HAS_V=len(rows) == 2, SCALED=scaled,
             SATURATE=k_cache.dtype == FP8, TOKENS=TILE // columns, COLUMNS=columns, num_warps=8 if scaled else 4,
         )  # fmt: skip
-    binary(triton.cdiv(n, TILE // columns), triton.cdiv(width, columns), *map(pointer, tensors), *scalars)
+    binary(
+        triton.cdiv(n, TILE // columns),
+        triton.cdiv(width, columns),
+        *map(pointer, tensors),
+        *scalars,
+    )
 
 
 @triton.jit
 def row_offset(slot, stride):
-    """Where a slot's row begins. Widened before the product: in 32 bits a large pool would wrap to negative."""
+    """Where a slot's row begins. Widened before the product: in 32 bits a large pool would wrap to
+    negative."""
     return slot.to(tl.int64) * stride
 
 
@@ -72,7 +91,8 @@ def _converted(x, scale, dtype: tl.constexpr, SCALED: tl.constexpr, SATURATE: tl
 
 
 @triton.jit(
-    do_not_specialize=["slots_ptr", "n", "num_slots"], do_not_specialize_on_alignment=["slots_ptr", "n", "num_slots"]
+    do_not_specialize=["slots_ptr", "n", "num_slots"],
+    do_not_specialize_on_alignment=["slots_ptr", "n", "num_slots"],
 )
 def store_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
@@ -101,12 +121,16 @@ def store_kernel(
     tl.store(k_cache_ptr + target, k, mask=write)
 
 
-def store_torch(caches: list[torch.Tensor], slots: torch.Tensor, rows: list[torch.Tensor], scales: list[float]) -> None:
+def store_torch(
+    caches: list[torch.Tensor], slots: torch.Tensor, rows: list[torch.Tensor], scales: list[float]
+) -> None:
     """The same bits as :func:`store_triton`, with PyTorch operations on any device."""
     for cache, row, scale in zip(caches, rows, scales, strict=True):
         # A tensor, not a number: CUDA divides by a number as a product with its rounded inverse.
         value = row if scale == 1.0 else row.float() / torch.full((), scale, device=row.device)
-        if cache.dtype == FP8:  # stored as bytes: PyTorch has no indexed store for fp8 on every device
+        if (
+            cache.dtype == FP8
+        ):  # stored as bytes: PyTorch has no indexed store for fp8 on every device
             value = value.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
             cache.view(torch.uint8)[slots.long()] = value.view(torch.uint8)
         else:

@@ -1,7 +1,7 @@
 """What the slots stand for: keys and values of every layer, written by one kernel.
 
-`KVPool` serves multi-head and grouped attention, `MLAPool` the latent rows of multi-head latent attention (DeepSeek-V2,
-2024), whose V is the first part of the row that serves as K.
+`KVPool` serves multi-head and grouped attention, `MLAPool` the latent rows of multi-head latent
+attention (DeepSeek-V2, 2024), whose V is the first part of the row that serves as K.
 """
 
 from __future__ import annotations
@@ -14,23 +14,31 @@ from torch import Tensor
 
 from minikv.device import memory_facts, pick_device, refuse_interpreted_bf16, use_triton
 from minikv.errors import ArgumentError
-from minikv.memory.checks import whole
 from minikv.memory.pool_kernels import FP8, store_torch, store_triton
+from minikv.numbers import whole
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8)
 FP32 = torch.finfo(torch.float32)
-DEFAULT_SHARE = 0.25  # of the memory that is free now: others may use this GPU, and the model needs room, too
+DEFAULT_SHARE = (
+    0.25  # of the memory that is free now: others may use this GPU, and the model needs room, too
+)
 
 
 def plan_size(
-    memory: int | None = None, *, bytes_per_token: int, page_size: int, device: torch.device | str = "cpu"
+    memory: int | None = None,
+    *,
+    bytes_per_token: int,
+    page_size: int,
+    device: torch.device | str = "cpu",
 ) -> int:
-    """The `size` (tokens, whole pages) of the largest pool that fits into `memory` bytes, page 0 included.
+    """The `size` (tokens, whole pages) of the largest pool that fits into `memory` bytes, page 0
+    included.
 
     Parameters
     ----------
     memory
-        Bytes; None takes a quarter (``DEFAULT_SHARE``) of what is free on `device` now, never all that is left.
+        Bytes; None takes a quarter (``DEFAULT_SHARE``) of what is free on `device` now, never all
+        that is left.
     bytes_per_token
         As a pool's ``bytes_per_token``: all layers together.
     page_size
@@ -52,10 +60,16 @@ def plan_size(
         memory = int(memory_facts(pick_device(device)).free * DEFAULT_SHARE)
     page_bytes = whole("bytes_per_token", bytes_per_token, 1) * whole("page_size", page_size, 1)
     if not isinstance(memory, Real) or not math.isfinite(memory):
-        raise ArgumentError("memory", memory, "must be a finite number of bytes, or None for a share of what is free")
+        raise ArgumentError(
+            "memory",
+            memory,
+            "must be a finite number of bytes, or None for a share of what is free",
+        )
     pages = int(memory) // page_bytes - 1
     if pages < 1:
-        raise ArgumentError("memory", memory, f"bytes hold no page besides page 0; give at least {2 * page_bytes}")
+        raise ArgumentError(
+            "memory", memory, f"bytes hold no page besides page 0; give at least {2 * page_bytes}"
+        )
     return pages * page_size
 
 
@@ -78,10 +92,18 @@ class _Pool:
         row = whole("kv_heads", row[0], 1), whole("head_dim", row[1], 1)
         self.device = pick_device(device)
         if dtype not in DTYPES:
-            raise ArgumentError("dtype", dtype, "a pool stores float32, float16, bfloat16 or float8_e4m3fn")
-        if dtype == FP8 and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
+            raise ArgumentError(
+                "dtype", dtype, "a pool stores float32, float16, bfloat16 or float8_e4m3fn"
+            )
+        if (
+            dtype == FP8
+            and self.device.type == "cuda"
+            and torch.cuda.get_device_capability(self.device) < (8, 9)
+        ):
             name = torch.cuda.get_device_name(self.device)
-            raise ArgumentError("dtype", dtype, f"{name} has no fp8 (sm89 and newer have); use bfloat16 or float16")
+            raise ArgumentError(
+                "dtype", dtype, f"{name} has no fp8 (sm89 and newer have); use bfloat16 or float16"
+            )
         self.page_size, self.num_layers, self.dtype = page_size, num_layers, dtype
         self.num_slots = (size // page_size + 1) * page_size
         self._triton = use_triton(kernels, self.device)
@@ -97,11 +119,15 @@ class _Pool:
         """Keys of a layer, ``[slots, heads, columns]`` (a view)."""
         return self._parts[0][layer]
 
-    def _store(self, layer: int, slots: Tensor, rows: dict[str, Tensor], scales: dict[str, float]) -> None:
+    def _store(
+        self, layer: int, slots: Tensor, rows: dict[str, Tensor], scales: dict[str, float]
+    ) -> None:
         for name, tensor in {"slots": slots, **rows}.items():
             if not isinstance(tensor, Tensor) or tensor.device.type != self.device.type:
                 where = getattr(tensor, "device", tensor)
-                raise ArgumentError(name, where, f"must be a tensor on the pool's device, {self.device}")
+                raise ArgumentError(
+                    name, where, f"must be a tensor on the pool's device, {self.device}"
+                )
         n, rows = slots.numel(), {name: tensor.detach() for name, tensor in rows.items()}
         layer = layer if type(layer) is int else whole("layer", layer)
         if not 0 <= layer < len(self._parts[0]):
@@ -111,30 +137,52 @@ class _Pool:
         for name, tensor in rows.items():
             want = (n, *self._parts[0][layer].shape[1:])
             if tensor.shape != want:
-                raise ArgumentError(name, tuple(tensor.shape), f"must be {want}: one row per slot; give padding slot 0")
+                raise ArgumentError(
+                    name,
+                    tuple(tensor.shape),
+                    f"must be {want}: one row per slot; give padding slot 0",
+                )
             if tensor.dtype not in DTYPES:
-                raise ArgumentError(name, tensor.dtype, "must be a floating type that a pool stores")
+                raise ArgumentError(
+                    name, tensor.dtype, "must be a floating type that a pool stores"
+                )
         for name, scale in scales.items():
             if not isinstance(scale, Real) or not FP32.tiny <= scale <= FP32.max:
-                remedy = "must be a positive number that float32 holds; 1.0 stores values as they are"
+                remedy = (
+                    "must be a positive number that float32 holds; 1.0 stores values as they are"
+                )
                 raise ArgumentError(name, scale, remedy)
         if n == 0:
             return
-        if self.device.type == "cpu" and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots:
+        if (
+            self.device.type == "cpu"
+            and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots
+        ):
             wrong = slots[(slots < 0) | (slots >= self.num_slots)]
-            raise ArgumentError("slots", int(wrong[0]), f"is outside the pool's {self.num_slots} slots")
+            raise ArgumentError(
+                "slots", int(wrong[0]), f"is outside the pool's {self.num_slots} slots"
+            )
         caches = [part[layer] for part in self._parts]
         if self._triton:
             refuse_interpreted_bf16(pool=caches[0], **rows)
-            if self.dtype == FP8 and self.device.type == "cpu" and any(r.dtype != FP8 for r in rows.values()):
-                raise ArgumentError("dtype", FP8, "Triton's interpreter rounds to fp8 wrongly; use kernels='torch'")
+            if (
+                self.dtype == FP8
+                and self.device.type == "cpu"
+                and any(r.dtype != FP8 for r in rows.values())
+            ):
+                raise ArgumentError(
+                    "dtype", FP8, "Triton's interpreter rounds to fp8 wrongly; use kernels='torch'"
+                )
             store_triton(caches, slots, list(rows.values()), [*map(float, scales.values())])
         else:
             store_torch(caches, slots, list(rows.values()), [*map(float, scales.values())])
 
     def __repr__(self) -> str:
         kind, shape = type(self).__name__, "×".join(map(str, self.k(0).shape[1:]))
-        dtype, mib = str(self.dtype).removeprefix("torch."), self.num_slots * self.bytes_per_token / 2**20
+        dtype, mib = (
+            str(self.dtype).removeprefix("torch."),
+            self.num_slots * self.bytes_per_token / 2**20,
+        )
         return (
             f"{kind}({self.num_slots} slots of {shape} in {self.num_layers} layers, {dtype} on {self.device}: "
             f"{mib:.1f} MiB, {self.bytes_per_token} bytes per token)"
@@ -179,14 +227,22 @@ class KVPool(_Pool):
         device: torch.device | str,
         kernels: str = "auto",
     ) -> None:
-        super().__init__(size, page_size, num_layers, (kv_heads, head_dim), 2, dtype, device, kernels)
+        super().__init__(
+            size, page_size, num_layers, (kv_heads, head_dim), 2, dtype, device, kernels
+        )
 
     def v(self, layer: int) -> Tensor:
         """Values of a layer, ``[slots, kv_heads, head_dim]`` (a view)."""
         return self._parts[1][layer]
 
     def set_kv(
-        self, layer: int, slots: Tensor, k: Tensor, v: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+        self,
+        layer: int,
+        slots: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
         """Write K and V of `n` tokens in one launch; stored = value / scale.
 
@@ -197,20 +253,23 @@ class KVPool(_Pool):
         slots
             int32 or int64 ``[n]``; slot 0 for padding, which may repeat.
         k, v
-            ``[n, kv_heads, head_dim]``, any floating type and strides: views of a fused projection are not copied.
+            ``[n, kv_heads, head_dim]``, any floating type and strides: views of a fused projection
+            are not copied.
         k_scale, v_scale
             What attention multiplies by when it reads. fp8 saturates at ±448; NaN stays NaN.
 
         Raises
         ------
         ArgumentError
-            For lengths that differ, other shapes or devices, and on the CPU for a slot outside the pool.
+            For lengths that differ, other shapes or devices, and on the CPU for a slot outside the
+            pool.
         """
         self._store(layer, slots, {"k": k, "v": v}, {"k_scale": k_scale, "v_scale": v_scale})
 
 
 class MLAPool(_Pool):
-    """One latent row of ``kv_lora_rank + rope_dim`` columns per slot and layer; V is the view of its first columns.
+    """One latent row of ``kv_lora_rank + rope_dim`` columns per slot and layer; V is the view of
+    its first columns.
 
     Parameters are those of :class:`KVPool`, with the row's two widths in place of heads.
 
@@ -242,12 +301,22 @@ class MLAPool(_Pool):
         return self.k(layer)[..., : self.kv_lora_rank]
 
     def set_kv(
-        self, layer: int, slots: Tensor, k: Tensor, v: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0
+        self,
+        layer: int,
+        slots: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> None:
-        """Write the rows `k` ``[n, 1, kv_lora_rank + rope_dim]``, as :meth:`KVPool.set_kv`; `v` is part of them.
+        """Write the rows `k` ``[n, 1, kv_lora_rank + rope_dim]``, as :meth:`KVPool.set_kv`; `v` is
+        part of them.
 
-        `v` and `v_scale` are accepted so that both pools are called alike; one row has one scale, so they must agree.
+        `v` and `v_scale` are accepted so that both pools are called alike; one row has one scale,
+        so they must agree.
         """
         if v_scale != k_scale:
-            raise ArgumentError("v_scale", v_scale, f"must equal k_scale, {k_scale}: V is part of the row")
+            raise ArgumentError(
+                "v_scale", v_scale, f"must equal k_scale, {k_scale}: V is part of the row"
+            )
         self._store(layer, slots, {"k": k}, {"k_scale": k_scale})

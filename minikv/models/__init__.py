@@ -2,8 +2,8 @@
 
 from minikv.models.config import ModelConfig
 from minikv.models.decoder import Decoder
-from minikv.models.load import Model, load
-from minikv.models.shapes import random_model
-from minikv.models.tokenizer import Tokenizer
+from minikv.models.files.load import Model, load
+from minikv.models.files.shapes import random_model
+from minikv.models.files.tokenizer import Tokenizer
 
 __all__ = ["Decoder", "Model", "ModelConfig", "Tokenizer", "load", "random_model"]

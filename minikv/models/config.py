@@ -1,8 +1,9 @@
 """What a model's shape is, read from a Hugging Face ``config.json`` or from GGUF metadata.
 
-All differences between checkpoints are settled here, so that the decoder only sees plain numbers. One of them is easily
-got wrong: a config's ``sliding_window = n`` means that n keys are seen, the kernels' ``W`` that ``q_pos - k_pos <= W``,
-so ``W = n - 1``. The subtraction is made in this file and nowhere else.
+All differences between checkpoints are settled here, so that the decoder only sees plain numbers.
+One of them is easily got wrong: a config's ``sliding_window = n`` means that n keys are seen, the
+kernels' ``W`` that ``q_pos - k_pos <= W``, so ``W = n - 1``. The subtraction is made in this file
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "factors")
 
 @dataclass(frozen=True)
 class MLAShape:
-    """Sizes of multi-head latent attention (DeepSeek-V2): what a token caches is one row of rank + rope numbers.
+    """Sizes of multi-head latent attention (DeepSeek-V2): what a token caches is one row of rank +
+    rope numbers.
 
-    ``nope_dim`` and ``rope_dim`` are the parts of a query head without and with position, ``v_dim`` a value head,
-    ``kv_lora_rank`` the latent; ``q_lora_rank`` is None where queries are projected in one step.
+    ``nope_dim`` and ``rope_dim`` are the parts of a query head without and with position, ``v_dim``
+    a value head, ``kv_lora_rank`` the latent; ``q_lora_rank`` is None where queries are projected
+    in one step.
     """
 
     kv_lora_rank: int
@@ -48,16 +51,19 @@ class ModelConfig:
     Parameters
     ----------
     head_dim
-        Size of one K or V head; with `mla`, the rank + rope numbers of the one latent row that all heads share.
+        Size of one K or V head; with `mla`, the rank + rope numbers of the one latent row that all
+        heads share.
     rope_scaling
-        None, or a dict with ``rope_type`` "linear", "llama3" or "yarn" and its numbers, named as transformers does;
-        "factors" with a list divides each frequency by its own factor (how GGUF files store llama3 scaling).
+        None, or a dict with ``rope_type`` "linear", "llama3" or "yarn" and its numbers, named as
+        transformers does; "factors" with a list divides each frequency by its own factor (how GGUF
+        files store llama3 scaling).
     sliding_window
-        Per layer, in the kernels' form: n - 1 for a window of n keys, -1 for full attention. Empty: all layers full.
+        Per layer, in the kernels' form: n - 1 for a window of n keys, -1 for full attention. Empty:
+        all layers full.
     sinks
         Each layer has one learned logit per head that joins the softmax's denominator (gpt-oss).
     dtype
-        What the checkpoint stores; :func:`minikv.models.load` chooses its own.
+        What the checkpoint stores; :func:`minikv.models.files.load` chooses its own.
 
     Examples
     --------
@@ -92,9 +98,15 @@ class ModelConfig:
         if not self.sliding_window:
             object.__setattr__(self, "sliding_window", (-1,) * self.num_layers)
         if len(self.sliding_window) != self.num_layers:
-            raise ArgumentError("sliding_window", self.sliding_window, f"give one entry per layer ({self.num_layers})")
+            raise ArgumentError(
+                "sliding_window",
+                self.sliding_window,
+                f"give one entry per layer ({self.num_layers})",
+            )
         if self.q_heads % self.kv_heads:
-            raise ArgumentError("kv_heads", self.kv_heads, f"must divide the {self.q_heads} query heads")
+            raise ArgumentError(
+                "kv_heads", self.kv_heads, f"must divide the {self.q_heads} query heads"
+            )
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of cache that one token takes over all layers, stored as `dtype`."""
@@ -102,13 +114,17 @@ class ModelConfig:
         return self.num_layers * numbers * dtype.itemsize
 
     @classmethod
-    def from_hf(cls, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-        """Read a parsed ``config.json`` (old and new spellings) and, for its stop tokens, ``generation_config.json``.
+    def from_hf(
+        cls, config: dict[str, Any], generation: dict[str, Any] | None = None
+    ) -> ModelConfig:
+        """Read a parsed ``config.json`` (old and new spellings) and, for its stop tokens,
+        ``generation_config.json``.
 
         Raises
         ------
         ArgumentError
-            For an architecture, or a feature of one, that minikv does not have; the message lists what it has.
+            For an architecture, or a feature of one, that minikv does not have; the message lists
+            what it has.
         """
         named = str((config.get("architectures") or [config.get("model_type")])[0])
         architecture = ARCHITECTURES.get(named, named if named in ARCHITECTURES.values() else None)
@@ -118,18 +134,30 @@ class ModelConfig:
         def need(key: str, default: int | None = None) -> int:
             value = default if config.get(key) is None else config[key]
             if value is None:
-                raise ArgumentError("config.json", architecture, f"lacks {key!r}; is it a complete {named} config?")
+                raise ArgumentError(
+                    "config.json", architecture, f"lacks {key!r}; is it a complete {named} config?"
+                )
             if not isinstance(value, int) or value < 1:
-                raise ArgumentError(key, value, "must be an integer, 1 or more; is the model's config damaged?")
+                raise ArgumentError(
+                    key, value, "must be an integer, 1 or more; is the model's config damaged?"
+                )
             return value
 
-        layers, q_heads, hidden = need("num_hidden_layers"), need("num_attention_heads"), need("hidden_size")
+        layers, q_heads, hidden = (
+            need("num_hidden_layers"),
+            need("num_attention_heads"),
+            need("hidden_size"),
+        )
         bias = bool(config.get("attention_bias", False))
         if config.get("hidden_act", "silu") != "silu":
             raise ArgumentError("hidden_act", config["hidden_act"], "minikv has silu")
         for flag in ("mlp_bias", "quantization_config"):
             if config.get(flag):
-                raise ArgumentError(flag, config[flag], "minikv does not read such checkpoints; use a plain bf16 one")
+                raise ArgumentError(
+                    flag,
+                    config[flag],
+                    "minikv does not read such checkpoints; use a plain bf16 one",
+                )
         theta, scaling = _rope(config)
         shape: dict[str, Any] = {
             "kv_heads": need("num_key_value_heads", q_heads),
@@ -161,8 +189,14 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_gguf(cls, metadata: dict[str, Any], tensors: Collection[str], rope_factors: list[float] | None = None):
-        """Translate GGUF metadata (keys such as ``llama.block_count``) and read it like a ``config.json``.
+    def from_gguf(
+        cls,
+        metadata: dict[str, Any],
+        tensors: Collection[str],
+        rope_factors: list[float] | None = None,
+    ):
+        """Translate GGUF metadata (keys such as ``llama.block_count``) and read it like a
+        ``config.json``.
 
         Parameters
         ----------
@@ -171,7 +205,8 @@ class ModelConfig:
         tensors
             Names of the file's tensors; without ``output.weight`` the embedding is tied.
         rope_factors
-            The tensor ``rope_freqs.weight`` where the file has one: llama3 scaling, one divisor per frequency.
+            The tensor ``rope_freqs.weight`` where the file has one: llama3 scaling, one divisor per
+            frequency.
 
         Raises
         ------
@@ -181,9 +216,15 @@ class ModelConfig:
         kind = metadata.get("general.architecture", "")
         if kind not in GGUF_ARCHITECTURES or metadata.get(f"{kind}.expert_count"):
             raise ArgumentError(
-                "general.architecture", kind, f"minikv reads GGUF of {', '.join(GGUF_ARCHITECTURES)}, dense only"
+                "general.architecture",
+                kind,
+                f"minikv reads GGUF of {', '.join(GGUF_ARCHITECTURES)}, dense only",
             )
-        config = {key: metadata[f"{kind}.{name}"] for key, name in _GGUF_KEYS.items() if f"{kind}.{name}" in metadata}
+        config = {
+            key: metadata[f"{kind}.{name}"]
+            for key, name in _GGUF_KEYS.items()
+            if f"{kind}.{name}" in metadata
+        }
         scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
         if rope_factors is not None:
             config["rope_scaling"] = {"rope_type": "factors", "factors": rope_factors}
@@ -191,7 +232,9 @@ class ModelConfig:
             config["rope_scaling"] = {
                 "rope_type": scaling,
                 "factor": metadata.get(f"{kind}.rope.scaling.factor"),
-                "original_max_position_embeddings": metadata.get(f"{kind}.rope.scaling.original_context_length"),
+                "original_max_position_embeddings": metadata.get(
+                    f"{kind}.rope.scaling.original_context_length"
+                ),
             }
         stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
         return cls.from_hf(
@@ -215,7 +258,8 @@ _GGUF_KEYS = {
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base frequency and scaling from ``rope_theta`` + ``rope_scaling``, or from the newer ``rope_parameters``."""
+    """Base frequency and scaling from ``rope_theta`` + ``rope_scaling``, or from the newer
+    ``rope_parameters``."""
     found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = found.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
     found.setdefault("rope_type", found.pop("type", "default"))
@@ -252,7 +296,11 @@ def _mla(config: dict[str, Any], layers: int, bias: bool) -> dict[str, Any]:
     """The fields that differ under latent attention; layers with experts are refused."""
     dense = config.get("first_k_dense_replace", 0)
     if dense < layers and config.get("n_routed_experts"):
-        raise ArgumentError("first_k_dense_replace", dense, f"minikv has dense layers only; all {layers} must be dense")
+        raise ArgumentError(
+            "first_k_dense_replace",
+            dense,
+            f"minikv has dense layers only; all {layers} must be dense",
+        )
     if bias:
         raise ArgumentError("attention_bias", bias, "minikv has latent attention without biases")
     mla = MLAShape(

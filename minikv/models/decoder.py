@@ -1,4 +1,5 @@
-"""The decoder, top to bottom: token ids in, logits out; keys and values live in the attention backend's pool."""
+"""The decoder, top to bottom: token ids in, logits out; keys and values live in the attention
+backend's pool."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from minikv.models.mla import LatentAttention
 
 
 class Decoder(nn.Module):
-    """A Llama-style decoder for inference; parameters are uninitialised until a checkpoint or a seed fills them.
+    """A Llama-style decoder for inference; parameters are uninitialised until a checkpoint or a
+    seed fills them.
 
-    There is no batch dimension: the tokens of all requests lie end to end, and only the attention backend knows where
-    one request ends and the next begins.
+    There is no batch dimension: the tokens of all requests lie end to end, and only the attention
+    backend knows where one request ends and the next begins.
 
     Parameters
     ----------
@@ -32,16 +34,24 @@ class Decoder(nn.Module):
         super().__init__()
         where: dict[str, Any] = {"device": torch.device(device), "dtype": dtype}
         self.config = config
-        self.embed_tokens = Linear(config.hidden_size, config.vocab_size, **where)  # one row per token id
+        self.embed_tokens = Linear(
+            config.hidden_size, config.vocab_size, **where
+        )  # one row per token id
         self.layers = nn.ModuleList(Layer(config, i, **where) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, **where)
         self.lm_head = (
-            self.embed_tokens if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, **where)
+            self.embed_tokens
+            if config.tie_embeddings
+            else Linear(config.hidden_size, config.vocab_size, **where)
         )
         self.rotary = Rotary(config, where["device"])
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, logits_at: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        logits_at: Tensor | None = None,
     ) -> Tensor:
         """Run all layers on T tokens.
 
@@ -50,9 +60,11 @@ class Decoder(nn.Module):
         token_ids, positions
             int64 [T], requests laid end to end.
         attention
-            A backend whose ``begin_extend`` or ``begin_decode`` was called for exactly these tokens.
+            A backend whose ``begin_extend`` or ``begin_decode`` was called for exactly these
+            tokens.
         logits_at
-            int64 [R], the rows whose logits are wanted, such as the last token of each request; None means all T.
+            int64 [R], the rows whose logits are wanted, such as the last token of each request;
+            None means all T.
 
         Returns
         -------
@@ -62,7 +74,9 @@ class Decoder(nn.Module):
         hidden = self.hidden_states(token_ids, positions, attention)
         return self.logits(hidden if logits_at is None else hidden[logits_at])
 
-    def hidden_states(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def hidden_states(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend
+    ) -> Tensor:
         """What the last layer leaves for each token, [T, hidden], before the final norm."""
         hidden = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden]
         cos, sin = self.rotary(positions, hidden.dtype)  # [T, 1, d / 2] each
@@ -75,9 +89,13 @@ class Decoder(nn.Module):
         return self.lm_head(self.norm(hidden))
 
     def checkpoint_views(self) -> dict[str, Tensor]:
-        """Name of every tensor of a Hugging Face checkpoint, and the (piece of a) parameter that it fills."""
+        """Name of every tensor of a Hugging Face checkpoint, and the (piece of a) parameter that it
+        fills."""
         views: dict[str, Tensor] = {}
-        q, kv = self.config.q_heads * self.config.head_dim, self.config.kv_heads * self.config.head_dim
+        q, kv = (
+            self.config.q_heads * self.config.head_dim,
+            self.config.kv_heads * self.config.head_dim,
+        )
         for name, weight in self.named_parameters():
             name = name if name.startswith("lm_head") else f"model.{name}"
             pieces = {name: weight.data}
@@ -88,7 +106,10 @@ class Decoder(nn.Module):
                 if f".{fused}." in name:
                     sizes = (q, kv, kv) if fused == "qkv_proj" else weight.shape[0] // 2
                     rows = weight.data.split(sizes)
-                    pieces = {name.replace(fused, part): row for part, row in zip(parts, rows, strict=True)}
+                    pieces = {
+                        name.replace(fused, part): row
+                        for part, row in zip(parts, rows, strict=True)
+                    }
             views |= pieces
         return views
 
@@ -103,6 +124,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, **where)
         self.mlp = MLP(config, **where)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attention)  # [T, hidden]
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        hidden = hidden + self.self_attn(
+            self.input_layernorm(hidden), cos, sin, attention
+        )  # [T, hidden]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

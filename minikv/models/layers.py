@@ -1,8 +1,8 @@
 """The parts of a decoder layer: rotary positions, attention with grouped heads, and the gated MLP.
 
-Projections that read the same input are stored as one matrix (q, k and v; gate and up): a decode step, bound by reading
-weights, launches few large products. All other modules carry the names of Hugging Face checkpoints.
-In comments: T tokens, Hq and Hk query and KV heads, d the size of a head.
+Projections that read the same input are stored as one matrix (q, k and v; gate and up): a decode
+step, bound by reading weights, launches few large products. All other modules carry the names of
+Hugging Face checkpoints. In comments: T tokens, Hq and Hk query and KV heads, d the size of a head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from minikv.models.config import ModelConfig
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias`` with uninitialised, untrained parameters: checkpoints fill them in place."""
+    """``x @ weight.T + bias`` with uninitialised, untrained parameters: checkpoints fill them in
+    place."""
 
     def __init__(self, n_in: int, n_out: int, bias: bool = False, **where: Any) -> None:
         super().__init__()
@@ -29,7 +30,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.shape[0]
         if x.device.type == "cpu" and x.dtype == torch.float32 and 1 <= tokens <= 8:
-            if tokens == 1 and torch.compiler.is_compiling():  # a loop that Inductor joins to those around it
+            if (
+                tokens == 1 and torch.compiler.is_compiling()
+            ):  # a loop that Inductor joins to those around it
                 out = (self.weight * x).sum(-1)[None]
             else:  # MKL reads the weights up to twice as fast this way round, if there are at least two columns
                 columns = torch.cat((x, x)) if tokens == 1 else x  # [max(T, 2), in]
@@ -53,9 +56,10 @@ class RMSNorm(nn.Module):
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Rotation speed of each pair of a head, fp32 [d / 2], and the factor on cos and sin.
 
-    Unscaled it is ``theta ** (-2i / d)``. "linear" divides all by a factor (position interpolation); "llama3" divides
-    only the slow ones, with a smooth passage between; "yarn" (Peng et al. 2023) ramps between divided and undivided by
-    how often a pair turns within the original context, and scales the scores a little through cos and sin.
+    Unscaled it is ``theta ** (-2i / d)``. "linear" divides all by a factor (position
+    interpolation); "llama3" divides only the slow ones, with a smooth passage between; "yarn" (Peng
+    et al. 2023) ramps between divided and undivided by how often a pair turns within the original
+    context, and scales the scores a little through cos and sin.
     """
     d = config.mla.rope_dim if config.mla else config.head_dim
     base, scaling = config.rope_theta, config.rope_scaling or {"rope_type": "default"}
@@ -67,7 +71,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         return speed / torch.tensor(scaling["factors"]), 1.0
     if kind == "llama3":
         context, low, high = (
-            scaling[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+            scaling[k]
+            for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
         )
         turns = context * speed / (2 * math.pi)  # full turns within the original context
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast, untouched; 0: slow, divided
@@ -94,7 +99,11 @@ def _yarn(speed: Tensor, d: int, base: float, scaling: dict[str, Any]) -> tuple[
     scale = scaling.get("attention_factor")
     if scale is None:
         above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        scale = yarn_mscale(factor, above) / yarn_mscale(factor, below) if above and below else yarn_mscale(factor)
+        scale = (
+            yarn_mscale(factor, above) / yarn_mscale(factor, below)
+            if above and below
+            else yarn_mscale(factor)
+        )
     return speed / factor * divided + speed * (1 - divided), scale
 
 
@@ -104,7 +113,8 @@ def yarn_mscale(factor: float, weight: float = 1.0) -> float:
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of the tokens' positions, computed once per forward pass and used by all layers."""
+    """Cosines and sines of the tokens' positions, computed once per forward pass and used by all
+    layers."""
 
     inv_freq: Tensor
 
@@ -121,25 +131,36 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Turn the pairs of every head of x [T, H, d] by their angles.
 
-    Pair i is numbers (i, i + d/2), or (2i, 2i + 1) when `interleaved` (DeepSeek). The result always has the first
-    members in its first half: queries and keys agree, and only their dot product matters.
+    Pair i is numbers (i, i + d/2), or (2i, 2i + 1) when `interleaved` (DeepSeek). The result always
+    has the first members in its first half: queries and keys agree, and only their dot product
+    matters.
     """
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention: projections and positions here, keys, values and scores in the attention backend."""
+    """Grouped-query attention: projections and positions here, keys, values and scores in the
+    attention backend."""
 
     def __init__(self, config: ModelConfig, layer: int, **where: Any) -> None:
         super().__init__()
-        self.layer, self.q_heads, self.kv_heads, self.d = layer, config.q_heads, config.kv_heads, config.head_dim
+        self.layer, self.q_heads, self.kv_heads, self.d = (
+            layer,
+            config.q_heads,
+            config.kv_heads,
+            config.head_dim,
+        )
         heads = config.q_heads + 2 * config.kv_heads
         self.qkv_proj = Linear(config.hidden_size, heads * self.d, config.qkv_bias, **where)
         self.o_proj = Linear(config.q_heads * self.d, config.hidden_size, config.o_bias, **where)
         self.q_norm = RMSNorm(self.d, config.rms_eps, **where) if config.qk_norm else None
         self.k_norm = RMSNorm(self.d, config.rms_eps, **where) if config.qk_norm else None
-        self.sinks = nn.Parameter(torch.empty(config.q_heads, **where), requires_grad=False) if config.sinks else None
+        self.sinks = (
+            nn.Parameter(torch.empty(config.q_heads, **where), requires_grad=False)
+            if config.sinks
+            else None
+        )
         self.options = LayerAttention(sliding_window=config.sliding_window[layer], sinks=self.sinks)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
@@ -147,7 +168,9 @@ class SelfAttention(nn.Module):
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.d)  # [T, Hq + 2 Hk, d]
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, : self.q_heads]), self.k_norm(qk[:, self.q_heads :])), dim=1)
+            qk = torch.cat(
+                (self.q_norm(qk[:, : self.q_heads]), self.k_norm(qk[:, self.q_heads :])), dim=1
+            )
         qk = rotate(qk, cos, sin)
         q, k = qk[:, : self.q_heads], qk[:, self.q_heads :]  # [T, Hq, d], [T, Hk, d]
         out = attention.forward(self.layer, q, k, v, self.options)  # [T, Hq, d]

@@ -1,9 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024), absorbed: heads attend to the cached latent itself.
+"""Multi-head latent attention (DeepSeek-V2, 2024), absorbed: heads attend to the cached latent
+itself.
 
-A token caches one row, its latent c [r] and one rotated key [rope] that all heads share. Head h's key is ``W_uk[h] c``
-and its value ``W_uv[h] c``, but neither is ever built: ``q . (W_uk c) = (W_uk^T q) . c`` moves the first onto the
-query, and ``sum p_i W_uv c_i = W_uv (sum p_i c_i)`` the second onto the output. Attention then is multi-query with
-d_qk = r + rope (the row) and d_v = r (its first r numbers).
+A token caches one row, its latent c [r] and one rotated key [rope] that all heads share. Head h's
+key is ``W_uk[h] c`` and its value ``W_uv[h] c``, but neither is ever built: ``q . (W_uk c) =
+(W_uk^T q) . c`` moves the first onto the query, and ``sum p_i W_uv c_i = W_uv (sum p_i c_i)`` the
+second onto the output. Attention then is multi-query with d_qk = r + rope (the row) and d_v = r
+(its first r numbers).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from minikv.models.layers import Linear, RMSNorm, rotate, yarn_mscale
 
 
 class LatentAttention(nn.Module):
-    """The absorbed form for prefill and decode alike; weights named as in DeepSeek-V2 and V2-Lite checkpoints."""
+    """The absorbed form for prefill and decode alike; weights named as in DeepSeek-V2 and V2-Lite
+    checkpoints."""
 
     def __init__(self, config: ModelConfig, layer: int, **where: Any) -> None:
         super().__init__()
@@ -39,19 +42,30 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(self.heads * mla.v_dim, hidden, **where)
         sm_scale = (mla.nope_dim + mla.rope_dim) ** -0.5
         if config.rope_scaling and config.rope_scaling.get("mscale_all_dim"):
-            sm_scale *= yarn_mscale(config.rope_scaling["factor"], config.rope_scaling["mscale_all_dim"]) ** 2
+            sm_scale *= (
+                yarn_mscale(config.rope_scaling["factor"], config.rope_scaling["mscale_all_dim"])
+                ** 2
+            )
         self.options = LayerAttention(sm_scale=sm_scale)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
-        q = self.q_proj(x) if self.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = (
+            self.q_proj(x)
+            if self.q_rank is None
+            else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        )
         q = q.view(x.shape[0], self.heads, -1)  # [T, H, nope + rope]
         latent = self.kv_a_proj_with_mqa(x)  # [T, r + rope]
         k_rope = rotate(latent[:, None, self.rank :], cos, sin, interleaved=True)  # [T, 1, rope]
-        row = torch.cat((self.kv_a_layernorm(latent[:, None, : self.rank]), k_rope), dim=-1)  # what is cached
+        row = torch.cat(
+            (self.kv_a_layernorm(latent[:, None, : self.rank]), k_rope), dim=-1
+        )  # what is cached
         up = self.kv_b_proj.weight.view(self.heads, -1, self.rank)  # [H, nope + v, r]
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
         q_nope = torch.bmm(q[..., : self.nope].transpose(0, 1), w_uk).transpose(0, 1)  # [T, H, r]
         q = torch.cat((q_nope, rotate(q[..., self.nope :], cos, sin, interleaved=True)), dim=-1)
-        out = attention.forward(self.layer, q, row, row[..., : self.rank], self.options)  # [T, H, r]
+        out = attention.forward(
+            self.layer, q, row, row[..., : self.rank], self.options
+        )  # [T, H, r]
         out = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)  # [T, H, v]
         return self.o_proj(out.reshape(x.shape[0], -1))

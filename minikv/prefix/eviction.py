@@ -17,22 +17,25 @@ RANKS: dict[str, Callable[[Node], Any]] = {
     "filo": lambda node: -node.birth,
     "priority": lambda node: (node.priority, node.last_use),
 }
-"""Policy: rank of a node. The lowest rank is evicted first; equal ranks by birth, then the deeper node first."""
+"""Policy: rank of a node. The lowest rank is evicted first; equal ranks by birth, then the deeper
+node first."""
 
 
 class EvictionQueue:
-    """The unlocked leaves of a tree by rank: a heap whose entries are corrected when they come to the top.
+    """The unlocked leaves of a tree by rank: a heap whose entries are corrected when they come to
+    the top.
 
-    A node is pushed when it becomes an unlocked leaf. Being used only raises a rank (except for ``mru``), so an entry
-    may be too early, never too late: `pop` pushes such a node again with its present rank, and drops entries of nodes
-    that are locked, inner or gone. Each correction was paid for by one use, so `k` evictions cost O(k log leaves).
-    Under ``mru`` a use lowers the rank; there the tree pushes at each use, and the old entry gets dropped.
+    A node is pushed when it becomes an unlocked leaf. Being used only raises a rank (except for
+    ``mru``), so an entry may be too early, never too late: `pop` pushes such a node again with its
+    present rank, and drops entries of nodes that are locked, inner or gone. Each correction was
+    paid for by one use, so `k` evictions cost O(k log leaves). Under ``mru`` a use lowers the rank;
+    there the tree pushes at each use, and the old entry gets dropped.
 
     Parameters
     ----------
     policy
-        ``"lru"``, ``"lfu"`` (hits, then recency), ``"fifo"`` (birth), ``"mru"``, ``"filo"``, ``"priority"`` (lowest
-        first, then recency).
+        ``"lru"``, ``"lfu"`` (hits, then recency), ``"fifo"`` (birth), ``"mru"``, ``"filo"``,
+        ``"priority"`` (lowest first, then recency).
     """
 
     def __init__(self, policy: str) -> None:
@@ -67,7 +70,8 @@ class EvictionQueue:
         return None
 
     def _compact(self) -> None:
-        """Drop outdated entries; the next time after the queue has doubled, so a push stays O(log leaves)."""
+        """Drop outdated entries; the next time after the queue has doubled, so a push stays O(log
+        leaves)."""
         live = {id(node): node for _, _, node in self.heap if is_candidate(node)}.values()
         self.heap = [(self.rank(node), node.birth, node) for node in live]
         heapify(self.heap)

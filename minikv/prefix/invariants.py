@@ -13,15 +13,16 @@ from minikv.prefix.eviction import is_candidate
 from minikv.prefix.node import TOKEN_BYTES, Node, typed
 
 if TYPE_CHECKING:
-    from minikv.prefix.radix import RadixCache
+    from minikv.prefix.tree import RadixCache
 
 
 def check(cache: RadixCache, owned: Iterable[Any] = ()) -> None:
     """Raise a `StateError` that lists what is wrong; see :meth:`.RadixCache.check`.
 
-    Checked are each node (key and slots of equal, whole length; filed in its parent under its own first page; of its
-    parent's namespace; locked no more than its parent), the two sizes, the eviction queue, and all slots: none twice,
-    and with an allocator whole pages, none both cached and free, and tree + free + owned = all pages.
+    Checked are each node (key and slots of equal, whole length; filed in its parent under its own
+    first page; of its parent's namespace; locked no more than its parent), the two sizes, the
+    eviction queue, and all slots: none twice, and with an allocator whole pages, none both cached
+    and free, and tree + free + owned = all pages.
     """
     nodes = list(cache.nodes())
     edges = [(parent, *edge) for parent in (cache.root, *nodes) for edge in parent.children.items()]
@@ -69,7 +70,9 @@ def _of_sizes(cache: RadixCache, nodes: list[Node]) -> Iterable[str]:
 
 def _of_slots(cache: RadixCache, nodes: list[Node], owned: Iterable[Any]) -> Iterable[str]:
     size, allocator = cache.page_size, cache.allocator
-    slots = np.concatenate([_numbers(node.slots) for node in nodes]) if nodes else np.empty(0, np.int64)
+    slots = (
+        np.concatenate([_numbers(node.slots) for node in nodes]) if nodes else np.empty(0, np.int64)
+    )
     holder = np.repeat(np.arange(len(nodes)), [len(node.slots) for node in nodes])
     order = np.argsort(slots, kind="stable")
     for i in np.flatnonzero(np.diff(slots[order]) == 0):
@@ -99,12 +102,18 @@ def _of_slots(cache: RadixCache, nodes: list[Node], owned: Iterable[Any]) -> Ite
             by = f", in {nodes[holder[where[0] * size]]}" if len(where) else ""
             yield f"slot {page * size} (page {page}) is {names}{by}"
     rows = cache.table
-    idle = cache.root.lock_count == 1 and (rows is None or rows.available_size() == rows.max_requests)
+    idle = cache.root.lock_count == 1 and (
+        rows is None or rows.available_size() == rows.max_requests
+    )
     if idle or not (isinstance(owned, tuple) and not owned):
-        lost = np.setdiff1d(np.arange(1, allocator.num_pages + 1), np.concatenate([cached, mine, free]))
+        lost = np.setdiff1d(
+            np.arange(1, allocator.num_pages + 1), np.concatenate([cached, mine, free])
+        )
         for page in lost:
             yield f"slot {page * size} (page {page}) is neither free nor cached nor owned by a request"
 
 
 def _numbers(values: Any) -> np.ndarray:
-    return (values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)).astype(np.int64)
+    return (
+        values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    ).astype(np.int64)

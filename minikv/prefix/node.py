@@ -1,7 +1,8 @@
-"""What the tree is made of: nodes, the result of a match, and the keys that tokens and namespaces turn into.
+"""What the tree is made of: nodes, the result of a match, and the keys that tokens and namespaces
+turn into.
 
-A node keeps its tokens as raw bytes of int64. Then a page of tokens is a dictionary key as it is, and one ``memcmp``
-tells whether a whole node agrees with a prompt, whatever its length.
+A node keeps its tokens as raw bytes of int64. Then a page of tokens is a dictionary key as it is,
+and one ``memcmp`` tells whether a whole node agrees with a prompt, whatever its length.
 """
 
 from __future__ import annotations
@@ -18,21 +19,26 @@ from minikv.errors import ArgumentError
 
 INT64 = np.dtype(np.int64)
 TOKEN_BYTES = INT64.itemsize
-Slots = bytearray | torch.Tensor  # int64 [n]: on the CPU raw bytes, since 50 slots as a tensor weigh twice as much
+Slots = (
+    bytearray | torch.Tensor
+)  # int64 [n]: on the CPU raw bytes, since 50 slots as a tensor weigh twice as much
 NO_CHILDREN: Any = MappingProxyType({})  # of every leaf, which saves each its own empty dictionary
 
 
 class Node:
-    """One edge and its end point: `n` tokens below their parent, and the slots that hold their K and V.
+    """One edge and its end point: `n` tokens below their parent, and the slots that hold their K
+    and V.
 
     Attributes
     ----------
     key
-        Token ids, int64 `[n]`, a read-only array; `n` is a positive multiple of the page size (0 for the root).
+        Token ids, int64 `[n]`, a read-only array; `n` is a positive multiple of the page size (0
+        for the root).
     slots
         int64 `[n]` tensor on the allocator's device: the node's own storage, to be read only.
     children
-        Child nodes under the bytes of their first page (right below the root also under their namespace).
+        Child nodes under the bytes of their first page (right below the root also under their
+        namespace).
     parent
         None for the root, and for a node that was evicted.
     lock_count
@@ -40,8 +46,8 @@ class Node:
     hit_count, last_use, birth, priority
         What eviction orders by. `last_use` and `birth` are readings of the tree's one counter.
     id
-        A number that no other node of the tree has; `namespace`, as it was given; `queued`, whether the eviction queue
-        has an entry for the node.
+        A number that no other node of the tree has; `namespace`, as it was given; `queued`, whether
+        the eviction queue has an entry for the node.
     """
 
     __slots__ = (
@@ -49,7 +55,9 @@ class Node:
         *("last_use", "birth", "priority", "id", "queued"),
     )
 
-    def __init__(self, data: bytes, stored: Slots, parent: Node | None, namespace: Hashable, id: int) -> None:
+    def __init__(
+        self, data: bytes, stored: Slots, parent: Node | None, namespace: Hashable, id: int
+    ) -> None:
         self.data, self.stored, self.parent, self.namespace = data, stored, parent, namespace
         self.children: dict[Hashable, Node] = NO_CHILDREN
         self.lock_count = self.hit_count = self.priority = 0
@@ -70,10 +78,15 @@ class Node:
 
     @slots.setter
     def slots(self, slots: torch.Tensor) -> None:
-        self.stored = slots if isinstance(self.stored, torch.Tensor) else bytearray(slots.contiguous().numpy().data)
+        self.stored = (
+            slots
+            if isinstance(self.stored, torch.Tensor)
+            else bytearray(slots.contiguous().numpy().data)
+        )
 
     def child_key(self, page_bytes: int) -> Hashable:
-        """Under which key the parent has this node: its first page, right below the root with its namespace."""
+        """Under which key the parent has this node: its first page, right below the root with its
+        namespace."""
         page = self.data[:page_bytes]
         top = self.parent is not None and self.parent.parent is None
         return (typed(self.namespace), page) if top and self.namespace is not None else page
@@ -92,7 +105,8 @@ class Node:
         self.parent.children, self.parent = self.parent.children or NO_CHILDREN, None
 
     def __lt__(self, other: Node) -> bool:
-        """The deeper node first; asked only of halves of one node, which are equal in rank and birth."""
+        """The deeper node first; asked only of halves of one node, which are equal in rank and
+        birth."""
         at = self.parent
         while at is not None and at is not other:
             at = at.parent
@@ -111,8 +125,8 @@ class Match:
     Attributes
     ----------
     slots
-        int64 `[length]` tensor of its slots, put together when first read. A match inside one node gives that node's
-        own storage without a copy: read it only.
+        int64 `[length]` tensor of its slots, put together when first read. A match inside one node
+        gives that node's own storage without a copy: read it only.
     node
         The node it ends at (the root when nothing matched): lock it before anything can be evicted.
     length
@@ -134,8 +148,8 @@ class Match:
 class CacheStats:
     """What the cache has done since it was made or reset, in tokens unless said.
 
-    `lookups` counts calls of `match_prefix`, `hit_tokens` and `miss_tokens` are those of their prompts, `splits` counts
-    nodes that were split.
+    `lookups` counts calls of `match_prefix`, `hit_tokens` and `miss_tokens` are those of their
+    prompts, `splits` counts nodes that were split.
     """
 
     lookups: int = 0
@@ -155,7 +169,9 @@ def as_tensor(slots: Slots) -> torch.Tensor:
     """The same memory as an int64 tensor."""
     if isinstance(slots, torch.Tensor):
         return slots
-    return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0, dtype=torch.int64)
+    return (
+        torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0, dtype=torch.int64)
+    )
 
 
 def join(parts: Sequence[Slots]) -> torch.Tensor:
@@ -173,7 +189,8 @@ def cut(slots: Slots, start: int, stop: int) -> Slots:
 
 
 def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
-    """Token ids as a contiguous int64 array `[n]`; an int64 array is taken as it is, a list is converted once.
+    """Token ids as a contiguous int64 array `[n]`; an int64 array is taken as it is, a list is
+    converted once.
 
     Raises
     ------
@@ -185,7 +202,12 @@ def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
     >>> as_tokens([3, 1, 2])
     array([3, 1, 2])
     """
-    if type(tokens) is np.ndarray and tokens.dtype is INT64 and tokens.ndim == 1 and tokens.flags.c_contiguous:
+    if (
+        type(tokens) is np.ndarray
+        and tokens.dtype is INT64
+        and tokens.ndim == 1
+        and tokens.flags.c_contiguous
+    ):
         return tokens
     given = tokens
     try:
@@ -193,16 +215,24 @@ def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
             tokens = tokens.detach().cpu().numpy()
         elif not isinstance(tokens, np.ndarray):
             tokens = np.array(tokens if isinstance(tokens, Sequence) else list(tokens))
-    except (TypeError, ValueError):  # no sequence, lists of unequal lengths, a type that NumPy lacks
+    except (
+        TypeError,
+        ValueError,
+    ):  # no sequence, lists of unequal lengths, a type that NumPy lacks
         raise ArgumentError(name, given, "must be one line of integers") from None
     tokens = tokens if tokens.size else tokens.astype(np.int64)
-    if tokens.dtype.kind not in "iu" or tokens.ndim != 1 or (tokens.dtype.kind == "u" and (tokens >= 2**63).any()):
+    if (
+        tokens.dtype.kind not in "iu"
+        or tokens.ndim != 1
+        or (tokens.dtype.kind == "u" and (tokens >= 2**63).any())
+    ):
         raise ArgumentError(name, given, "must be one line of integers, below 2**63")
     return np.ascontiguousarray(tokens, np.int64)
 
 
 def typed(namespace: Hashable) -> tuple:
-    """A namespace as a dictionary key that equals another's only for equal types too (``1 == 1.0 == True`` in Python).
+    """A namespace as a dictionary key that equals another's only for equal types too (``1 == 1.0 ==
+    True`` in Python).
 
     Examples
     --------

@@ -113,7 +113,9 @@ def _kind(shape: Shape) -> str:
     return kind + (f", window {shape.window}" if shape.window else "")
 
 
-def overview(dtype: str = "bf16", *, models: Any = None, title: str = "What one token costs") -> Drawing:
+def overview(
+    dtype: str = "bf16", *, models: Any = None, title: str = "What one token costs"
+) -> Drawing:
     """Draw the bytes per token of all shapes (or those in `models`) as bars."""
     names = list(models or SHAPES)
     costs = {name: kv_bytes(name, 1, dtype) for name in names}
@@ -125,13 +127,25 @@ def overview(dtype: str = "bf16", *, models: Any = None, title: str = "What one 
         y, shape = canvas.top + 6 + i * 27, SHAPES[name]
         canvas.text(left - 10, y + 14, name, anchor="end")
         width = max(costs[name] / top * 420, 2)
-        canvas.rect(left, y, width, 20, fill=style.OKABE_ITO["green"] if shape.latent else blue, r=3)
+        canvas.rect(
+            left, y, width, 20, fill=style.OKABE_ITO["green"] if shape.latent else blue, r=3
+        )
         canvas.text(left + width + 8, y + 14, f"{costs[name] / 1024:,.1f} KiB", weight=600)
         canvas.text(
-            canvas.right, y + 14, f"{shape.layers} layers · {_kind(shape)}", size=11, anchor="end", fill=style.MUTED
+            canvas.right,
+            y + 14,
+            f"{shape.layers} layers · {_kind(shape)}",
+            size=11,
+            anchor="end",
+            fill=style.MUTED,
         )
     rows = [
-        {"model": name, "layers": SHAPES[name].layers, "kind": _kind(SHAPES[name]), "bytes per token": int(costs[name])}
+        {
+            "model": name,
+            "layers": SHAPES[name].layers,
+            "kind": _kind(SHAPES[name]),
+            "bytes per token": int(costs[name]),
+        }
         for name in names
     ]
     return canvas.finish(f"{title} ({dtype})\n{style.Table(rows)}", rows, legend=False)
@@ -165,9 +179,17 @@ def draw(
     weights, one = shape.params * shape.weight_bytes / 1e9, kv_bytes(shape, context, dtype) / 1e9
     cache, room = one * batch, memory - shape.params * shape.weight_bytes / 1e9
     fits = int(room / one) if room > 0 and one else 0
-    verdict = f"{fits:,} requests of {context:,} tokens fit" if room > 0 else "the weights alone do not fit"
+    verdict = (
+        f"{fits:,} requests of {context:,} tokens fit"
+        if room > 0
+        else "the weights alone do not fit"
+    )
     facts = f"{model}, {_kind(shape)}, K and V in {dtype} · {verdict}"
-    canvas = Canvas(title, f"{facts}: weights {weights:.3g} GB, cache {cache:.3g} GB of {memory:g} GB.", subtitle=facts)
+    canvas = Canvas(
+        title,
+        f"{facts}: weights {weights:.3g} GB, cache {cache:.3g} GB of {memory:g} GB.",
+        subtitle=facts,
+    )
     wide, y = 812.0, canvas.top + 34
     scale = wide / max(memory, weights + cache)
     blue, orange = style.OKABE_ITO["blue"], style.OKABE_ITO["orange"]
@@ -177,18 +199,26 @@ def draw(
     fitting = min(cache, max(memory - weights, 0))
     canvas.rect(x + weights * scale, y, max(fitting * scale, 1.5), 46, fill=blue, r=4)
     if cache > fitting:
-        canvas.rect(x + (weights + fitting) * scale, y, (cache - fitting) * scale, 46, fill=orange, r=4)
+        canvas.rect(
+            x + (weights + fitting) * scale, y, (cache - fitting) * scale, 46, fill=orange, r=4
+        )
     if batch > 1 and cache * scale / batch > 3:
         for i in range(1, batch):
             at = x + (weights + one * i) * scale
             canvas.line(at, y + 1, at, y + 45, stroke=style.PAPER, line=0.8)
     limit = x + memory * scale
-    canvas.line(limit, y - 12, limit, y + 58, stroke=style.OKABE_ITO["vermillion"], line=2, dash="6 3")
+    canvas.line(
+        limit, y - 12, limit, y + 58, stroke=style.OKABE_ITO["vermillion"], line=2, dash="6 3"
+    )
     canvas.text(limit, y - 18, f"memory {memory:g} GB", anchor="end", fill="#a34700")
     over = weights + cache > memory
     giga = 1e9
     lines = [
-        ("weights", weights * giga, f"{shape.params / 1e9:g} billion × {shape.weight_bytes:g} bytes"),
+        (
+            "weights",
+            weights * giga,
+            f"{shape.params / 1e9:g} billion × {shape.weight_bytes:g} bytes",
+        ),
         ("K and V, one token", kv_bytes(shape, 1, dtype), _formula(shape, dtype)),
         (f"K and V, one request of {context:,}", one * giga, _windows(shape, context)),
         (f"K and V, batch of {batch:,}", cache * giga, f"{batch:,} × {style.si(one * giga, 'B')}"),
@@ -204,7 +234,9 @@ def draw(
         if marks.get(i):
             canvas.rect(x, line - 11, 14, 14, fill=marks[i], r=3)
         elif i == 4:
-            canvas.rect(x, line - 11, 14, 14, fill=style.PAPER, stroke=style.MUTED, r=3, dash="1.3 2")
+            canvas.rect(
+                x, line - 11, 14, 14, fill=style.PAPER, stroke=style.MUTED, r=3, dash="1.3 2"
+            )
         canvas.text(x + 24, line, row["what"], fit=230)
         canvas.text(x + 350, line, row["size"], anchor="end", weight=600)
         canvas.text(x + 374, line, row["how"], size=11.5, fill=style.MUTED, fit=436)
@@ -215,7 +247,11 @@ def draw(
 
 
 def _formula(shape: Shape, dtype: str) -> str:
-    inner = f"one row of {shape.latent}" if shape.latent else f"2 × {shape.kv_heads} heads × {shape.head_dim}"
+    inner = (
+        f"one row of {shape.latent}"
+        if shape.latent
+        else f"2 × {shape.kv_heads} heads × {shape.head_dim}"
+    )
     return f"{shape.layers} layers × {inner} × {BYTES[dtype]:g} bytes"
 
 
@@ -227,7 +263,8 @@ def _windows(shape: Shape, context: int) -> str:
 
 
 def widget(model: str = "Llama 3 8B", memory: float = 80.0) -> Any:
-    """The calculator: choose a model, context, batch and dtype, and see the memory; a static picture comes first."""
+    """The calculator: choose a model, context, batch and dtype, and see the memory; a static
+    picture comes first."""
     import ipywidgets as w
 
     from minikv.viz.widgets import Live
@@ -238,12 +275,23 @@ def widget(model: str = "Llama 3 8B", memory: float = 80.0) -> Any:
         model=w.Dropdown(options=list(SHAPES), value=model, description="model", **look),
         dtype=w.Dropdown(options=list(BYTES), value="bf16", description="K, V in", **look),
         context=w.SelectionSlider(
-            options=[2**i for i in range(7, 18)], value=8192, description="context", continuous_update=False, **look
+            options=[2**i for i in range(7, 18)],
+            value=8192,
+            description="context",
+            continuous_update=False,
+            **look,
         ),
         batch=w.SelectionSlider(
-            options=[2**i for i in range(10)], value=16, description="batch", continuous_update=False, **look
+            options=[2**i for i in range(10)],
+            value=16,
+            description="batch",
+            continuous_update=False,
+            **look,
         ),
         memory=w.Dropdown(
-            options=[8.0, 16.0, 24.0, 48.0, 80.0, 141.0, 192.0, 640.0, 1128.0], value=memory, description="GB", **look
+            options=[8.0, 16.0, 24.0, 48.0, 80.0, 141.0, 192.0, 640.0, 1128.0],
+            value=memory,
+            description="GB",
+            **look,
         ),
     )

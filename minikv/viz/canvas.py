@@ -1,7 +1,8 @@
-"""The primitives that pictures are made of: token squares, page boxes, padlocks, arrows, and the card they stand on.
+"""The primitives that pictures are made of: token squares, page boxes, padlocks, arrows, and the
+card they stand on.
 
-Only plain shapes with their own attributes are used: no style sheet, pattern or marker that another figure on the
-same page could clash with. The only ids are those of title and description.
+Only plain shapes with their own attributes are used: no style sheet, pattern or marker that another
+figure on the same page could clash with. The only ids are those of title and description.
 """
 
 from __future__ import annotations
@@ -11,13 +12,26 @@ import itertools
 from typing import Any
 
 from minikv.viz import style
-from minikv.viz.style import FAINT, INK, LEGEND, MONO, MUTED, NEUTRAL, PAPER, SANS, Drawing, Request, clean
+from minikv.viz.style import (
+    FAINT,
+    INK,
+    LEGEND,
+    MONO,
+    MUTED,
+    NEUTRAL,
+    PAPER,
+    SANS,
+    Drawing,
+    Request,
+    clean,
+)
 
 _count = itertools.count(1)
 
 
 def next_id(content: str) -> str:
-    """An id prefix that no other figure has: of this process by its number, of other pages by its content."""
+    """An id prefix that no other figure has: of this process by its number, of other pages by its
+    content."""
     return f"k{hashlib.sha1(content.encode('utf-8', 'replace')).hexdigest()[:6]}-{next(_count)}"
 
 
@@ -50,7 +64,9 @@ class Canvas:
         self.text(self.margin, 31, title, size=16, weight=600)
         self.top = 54.0
         if subtitle:
-            self.text(self.margin, 51, subtitle, size=12.5, fill=MUTED, fit=self.right - self.margin)
+            self.text(
+                self.margin, 51, subtitle, size=12.5, fill=MUTED, fit=self.right - self.margin
+            )
             self.top = 74.0
 
     def reach(self, x: float, y: float) -> None:
@@ -84,7 +100,9 @@ class Canvas:
         box = f'x="{number(x)}" y="{number(y)}" width="{number(w)}" height="{number(h)}"'
         self.add(f'<rect {box} fill="{fill}"{more}{end}')
 
-    def path(self, d: str, *, stroke: str = MUTED, fill: str = "none", line: float = 1.5, dash: str = "") -> None:
+    def path(
+        self, d: str, *, stroke: str = MUTED, fill: str = "none", line: float = 1.5, dash: str = ""
+    ) -> None:
         more = f' stroke-dasharray="{dash}"' if dash else ""
         self.add(
             f'<path d="{d}" fill="{fill}" stroke="{stroke}" stroke-width="{line:g}" stroke-linecap="round"{more}/>'
@@ -110,7 +128,8 @@ class Canvas:
     ) -> None:
         """One line of text with its baseline at y.
 
-        `fit` is the room in pixels: the letters shrink to 8 px, then the line is cut with an ellipsis.
+        `fit` is the room in pixels: the letters shrink to 8 px, then the line is cut with an
+        ellipsis.
         """
         shown = "".join(style._visible(c) for c in str(text))
         per = (0.602 if mono else 0.59) * (1.04 if weight > 500 else 1)
@@ -123,7 +142,9 @@ class Canvas:
         look += f' text-anchor="{anchor}"' if anchor != "start" else ""
         look += f' font-weight="{weight}"' if weight != 400 else ""
         if halo:
-            look += f' stroke="{halo}" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
+            look += (
+                f' stroke="{halo}" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
+            )
         spot = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}"'
         self.add(f'<text {spot} fill="{fill}"{look}>{clean(shown)}</text>')
 
@@ -165,7 +186,13 @@ class Canvas:
             tint = style.blend(colour, 0.22) if who else "#ffffff"
             self.rect(x0, y0, w, w, fill=tint, stroke=colour, r=r, line=1.2, tip=tip)
         if shown:
-            fill = (who.ink if who else INK) if kind == "computed" else MUTED if kind in ("free", "evicted") else INK
+            fill = (
+                (who.ink if who else INK)
+                if kind == "computed"
+                else MUTED
+                if kind in ("free", "evicted")
+                else INK
+            )
             if kind == "computed" and not who:
                 fill = style.ink_on(NEUTRAL)
             halo = PAPER if kind == "reused" else ""
@@ -174,7 +201,9 @@ class Canvas:
                 halo=halo, fit=w - 2,
             )  # fmt: skip
         if kind == "evicted":
-            self.line(x0 + 2, y0 + w - 2, x0 + w - 2, y0 + 2, stroke=style.OKABE_ITO["vermillion"], line=2)
+            self.line(
+                x0 + 2, y0 + w - 2, x0 + w - 2, y0 + 2, stroke=style.OKABE_ITO["vermillion"], line=2
+            )
         self.add("</g>")
 
     def hatch(self, x: float, y: float, w: float, h: float, colour: str, step: float = 6) -> None:
@@ -187,8 +216,11 @@ class Canvas:
             t += step
         self.add(f'<path d="{d}" stroke="{colour}" stroke-width="1.6" opacity="0.6" fill="none"/>')
 
-    def page_box(self, count: int, size: float | None = None, down: bool = False) -> tuple[float, float]:
-        """Width and height of the box of a page of `count` squares, side by side or (`down`) one below the other."""
+    def page_box(
+        self, count: int, size: float | None = None, down: bool = False
+    ) -> tuple[float, float]:
+        """Width and height of the box of a page of `count` squares, side by side or (`down`) one
+        below the other."""
         s = self.cell if size is None else size
         return (s + 8, count * s + 23) if down else (count * s + 8, s + 23)
 
@@ -217,7 +249,9 @@ class Canvas:
         if w > 80:
             self.text(x + 8, y + 14, f"page {page}", size=10.5, weight=600, fill=ink)
         else:
-            self.text(x + w / 2, y + 14, page, size=11, weight=600, fill=ink, anchor="middle", fit=w - 6)
+            self.text(
+                x + w / 2, y + 14, page, size=11, weight=600, fill=ink, anchor="middle", fit=w - 6
+            )
         if note:
             self.text(x + w - 8, y + 14, note, size=10.5, anchor="end", fill=MUTED)
         self.add("</g>")
@@ -227,7 +261,9 @@ class Canvas:
         """A padlock with its count, its base line at y; returns the x after it."""
         self.used.add("lock")
         self.add(f'<g data-lock="{count}">')
-        self.path(f"M{number(x + 2.5)} {number(y - 6)}v-3a3.5 3.5 0 0 1 7 0v3", stroke=INK, line=1.7)
+        self.path(
+            f"M{number(x + 2.5)} {number(y - 6)}v-3a3.5 3.5 0 0 1 7 0v3", stroke=INK, line=1.7
+        )
         self.rect(x, y - 6.5, 12, 8, fill=INK, r=1.8)
         self.text(x + 15.5, y + 1, count, size=11.5, weight=600)
         self.add("</g>")
@@ -242,7 +278,9 @@ class Canvas:
             x, y + r * 0.4, who.letter, size=r * 1.22, anchor="middle", weight=600, fill=who.ink, fit=2 * r,
         )  # fmt: skip
 
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, *, colour: str = MUTED, dash: str = "") -> None:
+    def arrow(
+        self, x1: float, y1: float, x2: float, y2: float, *, colour: str = MUTED, dash: str = ""
+    ) -> None:
         """A curved arrow that leaves and arrives vertically: logical order above, memory below."""
         self.used.add("table")
         middle = (y1 + y2) / 2
@@ -258,7 +296,9 @@ class Canvas:
         """One line that explains the marks this picture used, and the letters of its requests."""
         shown = [k for k in LEGEND if k in self.used]
         if self.used != set(LEGEND):  # a plain token explains itself beside the others
-            shown = [k for k in shown if k != "plain" or not self.used & {"computed", "reused"}] or shown
+            shown = [
+                k for k in shown if k != "plain" or not self.used & {"computed", "reused"}
+            ] or shown
         x, neutral = self.margin, Request("", NEUTRAL, INK)
         width = self.right
 
@@ -298,9 +338,13 @@ class Canvas:
     def legend_square(self, x: float, y: float, kind: str, who: Request) -> None:
         before = len(self.parts)
         self.token(x, y, "", kind, who, size=18)
-        self.parts[before:] = [part.replace("data-token", "data-mark") for part in self.parts[before:]]
+        self.parts[before:] = [
+            part.replace("data-token", "data-mark") for part in self.parts[before:]
+        ]
 
-    def finish(self, text: str, data: list[dict[str, Any]] | None = None, *, legend: bool = True) -> Drawing:
+    def finish(
+        self, text: str, data: list[dict[str, Any]] | None = None, *, legend: bool = True
+    ) -> Drawing:
         """Draw the legend line, close the card and return the drawing."""
         if legend and (self.used or self.seen):
             y = self.bottom + 30

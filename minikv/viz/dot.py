@@ -1,7 +1,9 @@
-"""The radix tree as a Graphviz graph, for those who want to lay it out, style it or export it themselves.
+"""The radix tree as a Graphviz graph, for those who want to lay it out, style it or export it
+themselves.
 
-A system ``dot`` is used when there is one, else the program that the wheel ``graphviz-pure`` brings. Ids are plain
-(``n0``, ``n1`` …), since a colon in an id would mean a port; all text stands in labels, escaped.
+A system ``dot`` is used when there is one, else the program that the wheel ``graphviz-pure``
+brings. Ids are plain (``n0``, ``n1`` …), since a colon in an id would mean a port; all text stands
+in labels, escaped.
 """
 
 from __future__ import annotations
@@ -19,14 +21,26 @@ from minikv.viz.tree_view import as_text, fold, gap_text, label, read, walk
 HINT = "no Graphviz program was found; to draw with it: pip install graphviz-pure"
 
 
-def graph(cache: Any, *, decode: Any = None, requests: Any = None, max_nodes: int = 60, max_siblings: int = 12) -> Any:
+def graph(
+    cache: Any,
+    *,
+    decode: Any = None,
+    requests: Any = None,
+    max_nodes: int = 60,
+    max_siblings: int = 12,
+) -> Any:
     """The tree as a ``graphviz.Digraph`` (parameters as in :func:`minikv.viz.tree.draw`)."""
     import graphviz
 
     texts, ids = Texts(decode), {}
     made = graphviz.Digraph(
         graph_attr={"rankdir": "LR", "bgcolor": style.PAPER, "fontname": "sans-serif"},
-        node_attr={"shape": "box", "style": "rounded,filled", "fillcolor": style.SHADE, "fontname": "monospace"},
+        node_attr={
+            "shape": "box",
+            "style": "rounded,filled",
+            "fillcolor": style.SHADE,
+            "fontname": "monospace",
+        },
         edge_attr={"color": style.NEUTRAL},
     )
     for root in fold(read(cache, requests), max_nodes, max_siblings):
@@ -35,7 +49,11 @@ def graph(cache: Any, *, decode: Any = None, requests: Any = None, max_nodes: in
             if item.folded:
                 made.node(name, literal(gap_text(item)), style="dashed")
             elif item.node is None:
-                made.node(name, literal("root" if root.namespace is None else str(root.namespace)), shape="oval")
+                made.node(
+                    name,
+                    literal("root" if root.namespace is None else str(root.namespace)),
+                    shape="oval",
+                )
             else:
                 facts = f"{many(item.tokens, 'token')}, {many(item.hits, 'hit')}"
                 facts += f", locked {item.locks}" if item.locks else ""
@@ -46,7 +64,8 @@ def graph(cache: Any, *, decode: Any = None, requests: Any = None, max_nodes: in
 
 
 def literal(text: str) -> str:
-    """A label that shows `text` as it is: backslashes, quotes and a leading ``<`` mean nothing to Graphviz.
+    """A label that shows `text` as it is: backslashes, quotes and a leading ``<`` mean nothing to
+    Graphviz.
 
     Examples
     --------
@@ -58,11 +77,20 @@ def literal(text: str) -> str:
     return graphviz.nohtml(graphviz.escape("".join(style._visible(c) for c in text)))
 
 
-def draw(cache: Any, *, decode: Any = None, requests: Any = None, title: str = "Radix tree", **options: Any) -> Drawing:
+def draw(
+    cache: Any,
+    *,
+    decode: Any = None,
+    requests: Any = None,
+    title: str = "Radix tree",
+    **options: Any,
+) -> Drawing:
     """Draw the tree with Graphviz; without any such program the drawing is its text, with one hint."""
     import graphviz.backend.dot_command
 
-    roots = fold(read(cache, requests), options.get("max_nodes", 60), options.get("max_siblings", 12))
+    roots = fold(
+        read(cache, requests), options.get("max_nodes", 60), options.get("max_siblings", 12)
+    )
     text = as_text(title, roots, Texts(decode), cache.page_size)
     program = dot_program()
     if program is None:
@@ -73,7 +101,9 @@ def draw(cache: Any, *, decode: Any = None, requests: Any = None, title: str = "
             canvas.text(canvas.margin, canvas.top + 14 + 18 * i, line, mono=True, size=11.5)
         return canvas.finish(f"{text}\n({HINT})", [])
     graphviz.backend.dot_command.DOT_BINARY = Path(program)
-    body = graph(cache, decode=decode, requests=requests, **options).pipe(format="svg", encoding="utf-8")
+    body = graph(cache, decode=decode, requests=requests, **options).pipe(
+        format="svg", encoding="utf-8"
+    )
     desc = f"Prefix tree of {sum(r.subtree_nodes for r in roots)} nodes, laid out by Graphviz."
     return Drawing(_own(body, title, desc), text, title, desc, [])
 

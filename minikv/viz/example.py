@@ -1,4 +1,5 @@
-"""The running example of the notebooks: three requests that share a 10-token system prompt, in small integers.
+"""The running example of the notebooks: three requests that share a 10-token system prompt, in
+small integers.
 
 Examples
 --------

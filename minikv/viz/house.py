@@ -1,4 +1,5 @@
-"""The map of the house: which room holds what, what stands on what, and which tier this machine runs."""
+"""The map of the house: which room holds what, what stands on what, and which tier this machine
+runs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ ROW, LEFT, WIDE = 46, 30, 800
 
 
 def draw() -> Drawing:
-    """The rooms of minikv from the ground up, each with its notebooks; this machine's tier is marked."""
+    """The rooms of minikv from the ground up, each with its notebooks; this machine's tier is
+    marked."""
     here = tier()
     canvas = Canvas(
         "The house, read from the ground floor up",
@@ -37,7 +39,9 @@ def draw() -> Drawing:
         twin = floor == "2"
         x = LEFT + (WIDE / 2 + 4 if name == "attention" else 0)
         w = WIDE / 2 - 4 if twin else WIDE
-        canvas.rect(x, y, w, ROW - 8, fill=blend(OKABE_ITO["sky"], 0.16), stroke=OKABE_ITO["blue"], r=6)
+        canvas.rect(
+            x, y, w, ROW - 8, fill=blend(OKABE_ITO["sky"], 0.16), stroke=OKABE_ITO["blue"], r=6
+        )
         canvas.text(x + 12, y + 16, name, size=13.5, weight=600)
         canvas.text(x + 12, y + 31, holds, size=11, fill=MUTED, fit=w - 110)
         canvas.text(x + w - 12, y + 23, notebooks, size=11.5, mono=True, anchor="end", fill=INK)
@@ -54,12 +58,24 @@ def draw() -> Drawing:
         canvas.text(LEFT + 12, y + 19, f"{sign}  {name}", size=12.5, weight=600, fill=INK)
         canvas.text(LEFT + 150, y + 19, meaning, size=11.5, fill=INK if mine else MUTED)
         if mine:
-            canvas.text(LEFT + WIDE - 12, y + 19, "this machine", size=11.5, weight=600, anchor="end", halo=PAPER)
+            canvas.text(
+                LEFT + WIDE - 12,
+                y + 19,
+                "this machine",
+                size=11.5,
+                weight=600,
+                anchor="end",
+                halo=PAPER,
+            )
         y += 33
     lines = [f"floor {r['floor']}  {r['room']:<10} {r['holds']}" for r in rows]
     lines.append("beside the floors: viz (pictures), measure (benchmarks), lessons (exercises)")
     lines.append(f"this machine: tier {here}")
     canvas.text(
-        LEFT, y + 14, "Beside the floors: viz draws, measure times, lessons check exercises.", size=11.5, fill=MUTED
+        LEFT,
+        y + 14,
+        "Beside the floors: viz draws, measure times, lessons check exercises.",
+        size=11.5,
+        fill=MUTED,
     )
     return canvas.finish("\n".join(lines), rows, legend=False)

@@ -1,4 +1,5 @@
-"""Looking into a tree of thousands of nodes: search by text, open nodes by mouse or keyboard, see all about one."""
+"""Looking into a tree of thousands of nodes: search by text, open nodes by mouse or keyboard, see
+all about one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,19 @@ from minikv.viz.style import Drawing
 from minikv.viz.tree_view import Item, read, walk
 
 SNIPPET, SEARCHED, SHOWN = 60, 400, 4000
-COLUMNS = ("parent", "text", "search", "tokens", "pages", "locks", "hits", "last", "namespace", "owner", "colour")
+COLUMNS = (
+    "parent",
+    "text",
+    "search",
+    "tokens",
+    "pages",
+    "locks",
+    "hits",
+    "last",
+    "namespace",
+    "owner",
+    "colour",
+)
 
 
 class TreeWidget(anywidget.AnyWidget):
@@ -53,7 +66,9 @@ class Inspector:
         The tree in the browser.
     """
 
-    def __init__(self, cache: Any, *, decode: Any = None, requests: Any = None, colour_by: str = "recency") -> None:
+    def __init__(
+        self, cache: Any, *, decode: Any = None, requests: Any = None, colour_by: str = "recency"
+    ) -> None:
         kinds = {"recency": "last", "hits": "hits", "owner": "owner"}
         if colour_by not in kinds:
             raise ArgumentError("colour_by", colour_by, f"is one of {', '.join(kinds)}")

@@ -24,9 +24,9 @@ class Texts:
     Parameters
     ----------
     decode
-        A tokenizer (its ``decode`` takes a list of ids), a function that takes a list of ids, a list or dict of
-        texts by id, or None for the numbers themselves. Special tokens, which decode to nothing, are shown by the
-        names in a tokenizer's ``specials`` (a dict by id).
+        A tokenizer (its ``decode`` takes a list of ids), a function that takes a list of ids, a
+        list or dict of texts by id, or None for the numbers themselves. Special tokens, which
+        decode to nothing, are shown by the names in a tokenizer's ``specials`` (a dict by id).
 
     Examples
     --------
@@ -46,7 +46,11 @@ class Texts:
         elif decode is not None:
             self.call = getattr(decode, "decode", decode)
             if not callable(self.call):
-                raise ArgumentError("decode", decode, "pass a tokenizer, a function of a list of ids, or texts by id")
+                raise ArgumentError(
+                    "decode",
+                    decode,
+                    "pass a tokenizer, a function of a list of ids, or texts by id",
+                )
 
     def __call__(self, token: int) -> str:
         if token not in self.known:
@@ -59,12 +63,16 @@ class Texts:
         if not self.call:
             return " ".join(map(self, ids))
         runs = groupby(ids, self.specials.__contains__)
-        return "".join("".join(map(self, run)) if special else str(self.call(list(run))) for special, run in runs)
+        return "".join(
+            "".join(map(self, run)) if special else str(self.call(list(run)))
+            for special, run in runs
+        )
 
 
 @dataclass(frozen=True)
 class Holder:
-    """One request as the pictures see it: its slots in logical order, its tokens, and how many of them it reused."""
+    """One request as the pictures see it: its slots in logical order, its tokens, and how many of
+    them it reused."""
 
     look: style.Request
     slots: list[int]
@@ -80,8 +88,9 @@ class Holder:
 def holders(requests: Any, table: Any = None) -> list[Holder]:
     """Requests, given as a list (letters follow the order) or as a dict by letter.
 
-    Each is an object with ``token_ids``, ``computed`` and ``row`` (its slots are read from `table`), or simply its
-    list of slots. ``cached_tokens`` or ``reused``, where it has one, tells how many tokens it found in the cache.
+    Each is an object with ``token_ids``, ``computed`` and ``row`` (its slots are read from
+    `table`), or simply its list of slots. ``cached_tokens`` or ``reused``, where it has one, tells
+    how many tokens it found in the cache.
     """
     if requests is None:
         return []

@@ -1,4 +1,5 @@
-"""Memory over time: what is used, what is reserved and never written, what lies in holes too small to use."""
+"""Memory over time: what is used, what is reserved and never written, what lies in holes too small
+to use."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ PARTS = {
     "used": ("tokens written", style.OKABE_ITO["blue"], ""),
     "internal": ("internal waste: held, never written", style.OKABE_ITO["sky"], "///"),
     "reserved": ("reserved, not written yet", style.OKABE_ITO["orange"], "\\\\\\"),
-    "external": ("external waste: holes too small for the next request", style.OKABE_ITO["purple"], "xxx"),
+    "external": (
+        "external waste: holes too small for the next request",
+        style.OKABE_ITO["purple"],
+        "xxx",
+    ),
 }
 
 
@@ -31,8 +36,8 @@ def draw(
     Parameters
     ----------
     levels
-        By policy (such as ``"contiguous"`` and ``"paged"``), a row per moment with any of ``used, internal, reserved,
-        external`` in `unit`, and optionally ``time`` (its number by default).
+        By policy (such as ``"contiguous"`` and ``"paged"``), a row per moment with any of ``used,
+        internal, reserved, external`` in `unit`, and optionally ``time`` (its number by default).
     capacity
         All memory there is, drawn as the limit line.
     unit, time
@@ -44,12 +49,16 @@ def draw(
         Without any policy, or for a capacity that is no number above 0.
     """
     if not levels:
-        raise ArgumentError("levels", levels, "is empty; give at least one policy, with a row per moment")
+        raise ArgumentError(
+            "levels", levels, "is empty; give at least one policy, with a row per moment"
+        )
     style.check_positive("capacity", capacity)
     figure, panels = style.chart(title, f"time ({time})", [f"{name}\n({unit})" for name in levels],
                                  size=(11.95, 1.5 + 3.1 * len(levels)))  # fmt: skip
     rows, said = [], []
-    seen = [part for part in PARTS if any(row.get(part) for line in levels.values() for row in line)]
+    seen = [
+        part for part in PARTS if any(row.get(part) for line in levels.values() for row in line)
+    ]
     for axes, (name, line) in zip(panels, levels.items(), strict=True):
         times = [row.get("time", i) for i, row in enumerate(line)]
         times = [*times, times[-1] + 1] if times else []
@@ -79,9 +88,18 @@ def draw(
         })  # fmt: skip
         said.append(f"{name}: {rows[-1]['used of held'] or 'none'} of held memory is used")
     if seen:
-        handles = {label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        handles = {
+            label: h
+            for axes in panels
+            for h, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
         figure.legend(
-            handles.values(), handles.keys(), loc="outside lower left", ncols=2, frameon=False, labelcolor=style.INK
+            handles.values(),
+            handles.keys(),
+            loc="outside lower left",
+            ncols=2,
+            frameon=False,
+            labelcolor=style.INK,
         )
     return style.finish_chart(figure, "Memory by policy over time. " + "; ".join(said) + ".", rows)
 
@@ -95,12 +113,14 @@ def strip(
     title: str = "Memory, slot by slot",
     note: str = "",
 ) -> Drawing:
-    """Draw memory as a line of slots: what requests have written, what they reserved, and the holes between.
+    """Draw memory as a line of slots: what requests have written, what they reserved, and the holes
+    between.
 
     Parameters
     ----------
     segments
-        Each with ``who`` (letter), ``start``, ``used`` and ``reserved`` slots (the second counts the first).
+        Each with ``who`` (letter), ``start``, ``used`` and ``reserved`` slots (the second counts
+        the first).
     size
         Slots in all.
     refused
@@ -130,20 +150,31 @@ def strip(
         runs.append(run)
     written = sum(int(p["used"]) for p in parts)
     facts = f"{written} slots written, {len(owner)} reserved, {free} free, largest hole {max(runs)}"
-    canvas = Canvas(title, f"Memory of {size} slots: {facts}. {note}", subtitle=f"{note} · {facts}" if note else facts)
+    canvas = Canvas(
+        title,
+        f"Memory of {size} slots: {facts}. {note}",
+        subtitle=f"{note} · {facts}" if note else facts,
+    )
     per_row = min(size, 32)
     cell = min(40.0, (canvas.right - canvas.margin) / per_row)
     rows = -(-size // per_row)
     for slot in range(size):
-        x, y = canvas.margin + slot % per_row * cell, canvas.top + 16 + slot // per_row * (cell + 20)
+        x, y = (
+            canvas.margin + slot % per_row * cell,
+            canvas.top + 16 + slot // per_row * (cell + 20),
+        )
         look, filled = owner.get(slot, (None, False))
         kind = "free" if look is None else "computed" if filled else "empty"
         canvas.token(x, y, look.letter if look else "", kind, look, size=cell, tip=f"slot {slot}")
         if slot % max(page_size or 4, 4) == 0:
-            canvas.text(x + cell / 2, y + cell + 12, slot, size=9.5, anchor="middle", fill=style.MUTED)
+            canvas.text(
+                x + cell / 2, y + cell + 12, slot, size=9.5, anchor="middle", fill=style.MUTED
+            )
         if page_size and slot % page_size == 0:
             canvas.used.add("page")
-            canvas.rect(x, y, min(page_size, size - slot) * cell, cell, stroke=style.INK, r=5, line=1.3)
+            canvas.rect(
+                x, y, min(page_size, size - slot) * cell, cell, stroke=style.INK, r=5, line=1.3
+            )
     y = canvas.top + 16 + rows * (cell + 20) + 8
     if refused is not None:
         who = style.request(refused["who"])
@@ -151,8 +182,12 @@ def strip(
         words = f"needs {refused['need']} slots in a row; {free} are free, the largest hole has {max(runs)}: refused"
         canvas.text(canvas.margin + 28, y + 12, words, weight=600)
     canvas.reach(0, y + 14)
-    data = [{"who": p["who"], "start": p["start"], "used": p["used"], "reserved": p["reserved"]} for p in parts]
+    data = [
+        {"who": p["who"], "start": p["start"], "used": p["used"], "reserved": p["reserved"]}
+        for p in parts
+    ]
     text = f"{title}: {facts}\n" + "".join(
-        (owner[s][0].letter if owner[s][1] else owner[s][0].letter.lower()) if s in owner else "." for s in range(size)
+        (owner[s][0].letter if owner[s][1] else owner[s][0].letter.lower()) if s in owner else "."
+        for s in range(size)
     )
     return canvas.finish(text, data)

@@ -13,15 +13,20 @@ MOST = 48
 
 
 def draw(
-    requests: Any, *, decode: Any = None, least: int | None = None, title: str = "An order of requests"
+    requests: Any,
+    *,
+    decode: Any = None,
+    least: int | None = None,
+    title: str = "An order of requests",
 ) -> Drawing:
     """Draw prompts in the order in which they ran: reused tokens hatched, computed ones solid.
 
     Parameters
     ----------
     requests
-        Requests that have run, as a list (letters follow the order) or a dict by letter: objects with ``token_ids``
-        and ``cached_tokens``; of one with a ``prompt_len`` only the prompt is drawn.
+        Requests that have run, as a list (letters follow the order) or a dict by letter: objects
+        with ``token_ids`` and ``cached_tokens``; of one with a ``prompt_len`` only the prompt is
+        drawn.
     decode
         Tokenizer, function of a list of ids, or texts by id.
     least
@@ -45,7 +50,9 @@ def draw(
         look, reused = style.request(who), min(int(item.cached_tokens or 0), len(tokens))
         runs.append((look, tokens, reused))
         computed = len(tokens) - reused
-        rows.append({"request": look.letter, "tokens": len(tokens), "reused": reused, "computed": computed})
+        rows.append(
+            {"request": look.letter, "tokens": len(tokens), "reused": reused, "computed": computed}
+        )
     total, every = sum(row["computed"] for row in rows), sum(row["tokens"] for row in rows)
     facts = f"{len(rows)} requests, {total:,} of {every:,} tokens computed"
     facts += "" if least is None else f"; no order needs fewer than {least:,}"
@@ -57,7 +64,9 @@ def draw(
         canvas.badge(canvas.margin + 12, y + cell / 2, look)
         for i, token in enumerate(tokens[:MOST]):
             shown = texts(token) if cell > 16 else ""
-            canvas.token(x0 + i * cell, y, shown, "reused" if i < reused else "computed", look, size=cell)
+            canvas.token(
+                x0 + i * cell, y, shown, "reused" if i < reused else "computed", look, size=cell
+            )
         words = f"{len(tokens) - reused} computed"
         words = f"… {len(tokens) - MOST} more, {words}" if len(tokens) > MOST else words
         canvas.text(x0 + min(len(tokens), MOST) * cell + 14, y + cell / 2 + 4, words, weight=600)

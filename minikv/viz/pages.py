@@ -1,4 +1,5 @@
-"""The page map: physical memory page by page, and the page table that leads a request's tokens to it."""
+"""The page map: physical memory page by page, and the page table that leads a request's tokens to
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ DETAIL_PAGES, DETAIL_SLOTS, SMALL_SQUARES = 65, 8, 600
 
 @dataclass
 class Page:
-    """One page as drawn: who holds it, what its slots show, where it stands in the free list (-1: it is held)."""
+    """One page as drawn: who holds it, what its slots show, where it stands in the free list (-1:
+    it is held)."""
 
     number: int
     free_at: int = -1
@@ -39,7 +41,8 @@ class Page:
 class Pool:
     """What is known of every page, by its number; page 0 is among them and is never drawn.
 
-    Whole pools lie in arrays, as there may be a million pages: a `Page` is made for those that are drawn one by one.
+    Whole pools lie in arrays, as there may be a million pages: a `Page` is made for those that are
+    drawn one by one.
     """
 
     free: np.ndarray  # the free list, next first
@@ -62,7 +65,9 @@ class Pool:
         return [self.page(n) for n in (range(1, self.count + 1) if numbers is None else numbers)]
 
 
-def read(allocator: Any, requests: Any = None, cache: Any = None, table: Any = None, decode: Any = None) -> Pool:
+def read(
+    allocator: Any, requests: Any = None, cache: Any = None, table: Any = None, decode: Any = None
+) -> Pool:
     """All pages of `allocator`, with what is known about each of their slots (not in a large pool).
 
     Raises
@@ -70,7 +75,12 @@ def read(allocator: Any, requests: Any = None, cache: Any = None, table: Any = N
     ArgumentError
         When requests or cache hold slots that this allocator does not have.
     """
-    size, text, detail, many = allocator.page_size, Texts(decode), _detailed(allocator), allocator.num_pages + 1
+    size, text, detail, many = (
+        allocator.page_size,
+        Texts(decode),
+        _detailed(allocator),
+        allocator.num_pages + 1,
+    )
     unknown = "plain" if requests is None and cache is None else "empty"
     free = _array(allocator.free_pages)
     pool = Pool(free, np.full(many, -1), np.zeros(many, bool), np.zeros(many, np.int64))
@@ -113,7 +123,9 @@ def _numbers(argument: str, slots: np.ndarray, allocator: Any) -> np.ndarray:
     size, end = allocator.page_size, (allocator.num_pages + 1) * allocator.page_size
     outside = slots[(slots < 0) | (slots >= end)]
     if len(outside):
-        raise ArgumentError(argument, int(outside[0]), f"is no slot of this allocator, whose slots end at {end - 1}")
+        raise ArgumentError(
+            argument, int(outside[0]), f"is no slot of this allocator, whose slots end at {end - 1}"
+        )
     return np.unique(slots // size)
 
 
@@ -138,8 +150,8 @@ def draw(
     allocator
         A ``PagedAllocator``.
     requests
-        Requests that hold slots, as a list or a dict by letter: objects with ``token_ids``, ``computed``, ``row``
-        (and `table`), or lists of slots.
+        Requests that hold slots, as a list or a dict by letter: objects with ``token_ids``,
+        ``computed``, ``row`` (and `table`), or lists of slots.
     cache
         A ``RadixCache``; its pages are marked as cached, with their locks.
     table
@@ -149,10 +161,16 @@ def draw(
     """
     pool = read(allocator, requests, cache, table, decode)
     free, cached = int((pool.free_at[1:] >= 0).sum()), int(pool.cached[1:].sum())
-    facts = f"{pool.count} pages of {allocator.page_size} slots: {pool.count - free} held, {free} free"
+    facts = (
+        f"{pool.count} pages of {allocator.page_size} slots: {pool.count - free} held, {free} free"
+    )
     facts += f", {cached} of the held ones in the cache" if cached else ""
     desc = f"Physical memory as {facts}."
-    canvas = Canvas(title, desc, subtitle=f"{facts} · page 0 takes the writes of padding and is never handed out")
+    canvas = Canvas(
+        title,
+        desc,
+        subtitle=f"{facts} · page 0 takes the writes of padding and is never handed out",
+    )
     if _detailed(allocator):
         place(canvas, pool.pages(), canvas.top)
     else:
@@ -170,7 +188,8 @@ def page_table(
     decode: Any = None,
     title: str | None = None,
 ) -> Drawing:
-    """Draw one request's logical order above, physical memory below, and the page table as arrows between them.
+    """Draw one request's logical order above, physical memory below, and the page table as arrows
+    between them.
 
     Parameters
     ----------
@@ -182,13 +201,18 @@ def page_table(
     Raises
     ------
     ArgumentError
-        When there is no such request, or none at all, or one holds slots that the allocator does not have.
+        When there is no such request, or none at all, or one holds slots that the allocator does
+        not have.
     """
     found = {h.letter: h for h in holders(requests, table)}
     if not found:
-        raise ArgumentError("requests", requests, "is empty; give the request whose page table is to be drawn")
+        raise ArgumentError(
+            "requests", requests, "is empty; give the request whose page table is to be drawn"
+        )
     if who is not None and who not in found:
-        raise ArgumentError("who", who, f"is the letter of no request here; there are {', '.join(found)}")
+        raise ArgumentError(
+            "who", who, f"is the letter of no request here; there are {', '.join(found)}"
+        )
     one = found[who or next(iter(found))]
     size = allocator.page_size
     pool = read(allocator, requests, cache, table, decode)
@@ -196,7 +220,11 @@ def page_table(
     blocks = [one.slots[i : i + size] for i in range(0, len(one.slots), size)]
     numbers = [block[0] // size for block in blocks]
     desc = f"Request {one.letter}'s {len(one.slots)} tokens in logical order, and the pages {numbers} that hold them."
-    canvas = Canvas(title, desc, subtitle="logical order above, physical memory below, arrows are the page table")
+    canvas = Canvas(
+        title,
+        desc,
+        subtitle="logical order above, physical memory below, arrows are the page table",
+    )
     cell = min(40.0, (812 - 12 * len(blocks)) / max(len(one.slots) + len(blocks) * 0.2, 1))
     y, x = canvas.top + 4, canvas.margin
     starts = _logical(canvas, one, blocks, x, y, max(cell, 12), decode)
@@ -208,7 +236,10 @@ def page_table(
     for start, n in zip(starts, numbers, strict=True):
         if n in boxes:
             canvas.arrow(start, y + strip + 2, boxes[n][0], boxes[n][1], colour=one.look.colour)
-    rows = [{"block": b, "tokens": len(blocks[b]), "page": n, "first slot": n * size} for b, n in enumerate(numbers)]
+    rows = [
+        {"block": b, "tokens": len(blocks[b]), "page": n, "first slot": n * size}
+        for b, n in enumerate(numbers)
+    ]
     return canvas.finish(f"{title}\n{style.Table(rows)}", rows)
 
 
@@ -218,7 +249,13 @@ def mimebundle(allocator: Any) -> dict[str, str]:
 
 
 def _logical(
-    canvas: Canvas, one: Holder, blocks: list[list[int]], x: float, y: float, cell: float, decode: Any
+    canvas: Canvas,
+    one: Holder,
+    blocks: list[list[int]],
+    x: float,
+    y: float,
+    cell: float,
+    decode: Any,
 ) -> list[float]:
     """The strip of a request's tokens in blocks of one page; returns the middle of each block."""
     size, text, starts = max((len(b) for b in blocks), default=1), Texts(decode), []
@@ -244,10 +281,14 @@ def place(canvas: Canvas, pages: list[Page], y: float) -> dict[int, tuple[float,
     gap = min((canvas.right - canvas.margin - per_row * w) / max(per_row - 1, 1), 18)
     for i, page in enumerate(pages):
         x, top = x0 + i % per_row * (w + gap), y + i // per_row * (h + 46)
-        cx, cy = canvas.page(x, top, page.number, len(page.cells), down=True, free=page.free_at >= 0)
+        cx, cy = canvas.page(
+            x, top, page.number, len(page.cells), down=True, free=page.free_at >= 0
+        )
         for k, (shown, kind, who) in enumerate(page.cells):
             slot = page.number * len(page.cells) + k
-            canvas.token(cx, cy + k * canvas.cell, shown, kind, who, tip=f"slot {slot}: {shown or kind}")
+            canvas.token(
+                cx, cy + k * canvas.cell, shown, kind, who, tip=f"slot {slot}: {shown or kind}"
+            )
         _foot(canvas, page, x + w / 2, top + h)
         boxes[page.number] = (x + w / 2, top)
     return boxes
@@ -263,7 +304,14 @@ def _foot(canvas: Canvas, page: Page, x: float, y: float) -> None:
         for i, name in enumerate(shown):
             canvas.badge(x + (i - (len(shown) - 1) / 2) * 16, y + 13, style.request(name), r=7.5)
         if len(page.letters) > 3:
-            canvas.text(x, y + 32, f"+{len(page.letters) - 3} more", size=9.5, anchor="middle", fill=style.MUTED)
+            canvas.text(
+                x,
+                y + 32,
+                f"+{len(page.letters) - 3} more",
+                size=9.5,
+                anchor="middle",
+                fill=style.MUTED,
+            )
             return
     if page.cached:
         words, low = "cached", y + (34 if page.letters else 15)
@@ -286,8 +334,21 @@ def _small(canvas: Canvas, pool: Pool) -> None:
             tall = max(14 * held / (last - first + 1), 2)
             canvas.rect(x, y + 14 - tall, 14, tall, fill=who.colour if who else style.NEUTRAL, r=3)
             if who and group == 1:
-                canvas.text(x + 7, y + 10.5, who.letter, size=9, weight=600, fill=who.ink, anchor="middle", fit=14)
-    words = "one square is one page" if group == 1 else f"one square is {group} pages, filled as far as they are held"
+                canvas.text(
+                    x + 7,
+                    y + 10.5,
+                    who.letter,
+                    size=9,
+                    weight=600,
+                    fill=who.ink,
+                    anchor="middle",
+                    fit=14,
+                )
+    words = (
+        "one square is one page"
+        if group == 1
+        else f"one square is {group} pages, filled as far as they are held"
+    )
     y = canvas.bottom + 24
     canvas.text(canvas.margin, y, words, fill=style.MUTED)
     x = canvas.margin + 24 + 6.3 * len(words)
@@ -309,7 +370,8 @@ def _group(pool: Pool) -> int:
 
 
 def _squares(pool: Pool) -> list[tuple[int, int, int, Counter[str]]]:
-    """Each small square's first and last page, how many of them are held, and by whom (each page's first letter)."""
+    """Each small square's first and last page, how many of them are held, and by whom (each page's
+    first letter)."""
     group = _group(pool)
     firsts = range(1, pool.count + 1, group)
     held = [int((pool.free_at[first : first + group] < 0).sum()) for first in firsts]
@@ -318,7 +380,8 @@ def _squares(pool: Pool) -> list[tuple[int, int, int, Counter[str]]]:
         if pool.free_at[n] < 0:
             letters[(n - 1) // group][pool.letters[n][0]] += 1
     return [
-        (first, min(first + group - 1, pool.count), h, who) for first, h, who in zip(firsts, held, letters, strict=True)
+        (first, min(first + group - 1, pool.count), h, who)
+        for first, h, who in zip(firsts, held, letters, strict=True)
     ]
 
 
@@ -330,7 +393,12 @@ def _rows(pool: Pool) -> list[dict[str, Any]]:
     """A row per page, or per square where one stands for several pages."""
     if _group(pool) > 1:
         return [
-            {"pages": f"{first}–{last}", "held": held, "free": last - first + 1 - held, "requests": " ".join(letters)}
+            {
+                "pages": f"{first}–{last}",
+                "held": held,
+                "free": last - first + 1 - held,
+                "requests": " ".join(letters),
+            }
             for first, last, held, letters in _squares(pool)
         ]
     return [
@@ -350,11 +418,18 @@ def _text(title: str, facts: str, pool: Pool, limit: int = 40) -> str:
     order, held = pool.free[:25].tolist(), np.flatnonzero(pool.free_at[1:] < 0) + 1
     lines = [f"{title}: {facts}"]
     for p in pool.pages(held[:limit].tolist()):
-        cells = "|".join(style.pad(style.shorten(style.token_text(c[0]) or "·", 8), 1) for c in p.cells)
+        cells = "|".join(
+            style.pad(style.shorten(style.token_text(c[0]) or "·", 8), 1) for c in p.cells
+        )
         lock = f"  locked {p.locks}" if p.locks else ""
-        lines.append(f"  page {p.number:>3}  {style.pad(' '.join(p.letters) or p.state, 8)} [{cells}]{lock}")
+        lines.append(
+            f"  page {p.number:>3}  {style.pad(' '.join(p.letters) or p.state, 8)} [{cells}]{lock}"
+        )
     if len(held) > limit:
         lines.append(f"  … and {len(held) - limit} more held pages")
     more = " …" if len(order) > 24 else ""
-    lines.append("  free list, next first: " + (" ".join(map(str, order[:24])) + more if order else "(empty)"))
+    lines.append(
+        "  free list, next first: "
+        + (" ".join(map(str, order[:24])) + more if order else "(empty)")
+    )
     return "\n".join(lines)

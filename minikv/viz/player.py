@@ -60,7 +60,8 @@ export default { render };
 
 
 class Stepper(anywidget.AnyWidget):
-    """Previous and next buttons; arrow keys, Home and End work on them too. They act in the browser."""
+    """Previous and next buttons; arrow keys, Home and End work on them too. They act in the
+    browser."""
 
     _esm = STEPPER_JS
     value = traitlets.Int(0).tag(sync=True)
@@ -68,10 +69,11 @@ class Stepper(anywidget.AnyWidget):
 
 
 class Player:
-    """Frames in a stack, whose index is linked in the browser to play, slider and previous/next buttons.
+    """Frames in a stack, whose index is linked in the browser to play, slider and previous/next
+    buttons.
 
-    As the value of a cell it shows a static picture first and the player below it. The player goes on working without
-    a kernel: nothing of it calls Python.
+    As the value of a cell it shows a static picture first and the player below it. The player goes
+    on working without a kernel: nothing of it calls Python.
 
     Parameters
     ----------
@@ -80,7 +82,8 @@ class Player:
     interval
         Milliseconds per frame when playing.
     static
-        Which frame is the static picture, the last by default: readers of the stored page see only that one.
+        Which frame is the static picture, the last by default: readers of the stored page see only
+        that one.
 
     Attributes
     ----------
@@ -99,14 +102,22 @@ class Player:
         self.frames = list(frames)
         if not self.frames:
             raise ArgumentError("frames", frames, "give at least one drawing")
-        last, names = len(self.frames) - 1, {"interval": interval, "min": 0, "max": len(self.frames) - 1, "step": 1}
+        last, names = (
+            len(self.frames) - 1,
+            {"interval": interval, "min": 0, "max": len(self.frames) - 1, "step": 1},
+        )
         self.static = self.frames[static]
         wide = ipywidgets.Layout(width="100%")
         pages = [ipywidgets.HTML(page, layout=wide) for page in _same_height(self.frames)]
         self.stack = ipywidgets.Stack(pages, selected_index=0, layout=wide)
         self.play = ipywidgets.Play(value=0, **names)
         self.slider = ipywidgets.IntSlider(
-            value=0, min=0, max=last, description="frame", readout=False, layout=ipywidgets.Layout(width="320px")
+            value=0,
+            min=0,
+            max=last,
+            description="frame",
+            readout=False,
+            layout=ipywidgets.Layout(width="320px"),
         )
         self.stepper = Stepper(value=0, max=last)
         self.links = [
@@ -117,7 +128,9 @@ class Player:
         controls = ipywidgets.HBox(
             [self.play, self.stepper, self.slider], layout=ipywidgets.Layout(flex_flow="row wrap")
         )
-        self.widget = Box([controls, self.stack], f"a player that steps through {len(self.frames)} pictures")
+        self.widget = Box(
+            [controls, self.stack], f"a player that steps through {len(self.frames)} pictures"
+        )
 
     def __len__(self) -> int:
         return len(self.frames)
@@ -136,6 +149,9 @@ def _same_height(frames: Sequence[Drawing]) -> list[str]:
     """The frames in boxes of one shape, so that the page below does not jump."""
     boxes = [re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', frame.svg) for frame in frames]
     sizes = [(float(b[1]), float(b[2])) for b in boxes if b]
-    width, ratio = max((w for w, _ in sizes), default=860), max((h / w for w, h in sizes), default=0.5)
+    width, ratio = (
+        max((w for w, _ in sizes), default=860),
+        max((h / w for w, h in sizes), default=0.5),
+    )
     box = f"width:100%;max-width:{width:g}px;aspect-ratio:1/{ratio:.4f}"
     return [f'<div style="{box}">{frame.svg}</div>' for frame in frames]

@@ -1,4 +1,5 @@
-"""The radix playground: type prompts, see what matches, splits and is shared; with a pool limit, what is evicted."""
+"""The radix playground: type prompts, see what matches, splits and is shared; with a pool limit,
+what is evicted."""
 
 from __future__ import annotations
 
@@ -38,17 +39,20 @@ class Words:
 class Playground:
     """A radix cache to play with.
 
-    Every prompt that is run is matched and inserted; the picture shows reused tokens hatched and new ones solid. All
-    that the buttons do can be called: ``run``, ``preview``, ``evict_one``, ``finish``, ``reset``.
+    Every prompt that is run is matched and inserted; the picture shows reused tokens hatched and
+    new ones solid. All that the buttons do can be called: ``run``, ``preview``, ``evict_one``,
+    ``finish``, ``reset``.
 
     Parameters
     ----------
     tokenizer
-        Anything with ``encode`` and ``decode``, such as ``llm.tokenizer``; by default every word is a token.
+        Anything with ``encode`` and ``decode``, such as ``llm.tokenizer``; by default every word is
+        a token.
     page_size
         Tokens per page.
     pages
-        Size of the pool. With it pages are really allocated, a full pool evicts, and the page map is drawn as well.
+        Size of the pool. With it pages are really allocated, a full pool evicts, and the page map
+        is drawn as well.
     eviction
         Policy of the cache.
     prompts
@@ -81,7 +85,9 @@ class Playground:
         )  # fmt: skip
         self.hold = ipywidgets.Checkbox(description="keep it running (locked)", indent=False)
         self.buttons = {
-            name: ipywidgets.Button(description=text, tooltip=tip, layout=ipywidgets.Layout(width="auto"))
+            name: ipywidgets.Button(
+                description=text, tooltip=tip, layout=ipywidgets.Layout(width="auto")
+            )
             for name, text, tip in (
                 ("run", "Run", "match the prompt, then insert it"),
                 ("evict", "Evict one leaf", "free the leaf that the policy chooses"),
@@ -101,7 +107,9 @@ class Playground:
         for prompt in prompts:
             self.run(prompt)
         self.static = self.drawing
-        row = ipywidgets.HBox([*self.buttons.values(), self.hold], layout=ipywidgets.Layout(flex_flow="row wrap"))
+        row = ipywidgets.HBox(
+            [*self.buttons.values(), self.hold], layout=ipywidgets.Layout(flex_flow="row wrap")
+        )
         parts = [self.prompt, row, self._live.errors, self._live.picture]
         self.widget = Box(parts, "type prompts and watch this tree change")
 
@@ -113,7 +121,9 @@ class Playground:
     def reset(self) -> Drawing:
         """Start again with an empty tree."""
         page_size, pages, eviction = self._make
-        self.allocator = PagedAllocator(pages * page_size, page_size, device="cpu") if pages else None
+        self.allocator = (
+            PagedAllocator(pages * page_size, page_size, device="cpu") if pages else None
+        )
         self.cache = RadixCache(page_size, self.allocator, eviction=eviction)
         self.running: dict[str, Any] = {}
         self.log: list[str] = []
@@ -125,7 +135,9 @@ class Playground:
         """What `text` would find; nothing is counted, split or stored."""
         tokens = self.tokenizer.encode(text)
         node, length = self.cache.peek(tokens)
-        note = f"{many(len(tokens), 'token')}, {length} of them cached" if tokens else "type a prompt"
+        note = (
+            f"{many(len(tokens), 'token')}, {length} of them cached" if tokens else "type a prompt"
+        )
         who = style.letter(self.count)
         return self._show(self._tree(reused=_path(node), reused_tokens=length, who=who, note=note))
 
@@ -151,18 +163,28 @@ class Playground:
                 self.cache.lock(node)
                 self.running[who] = node
         self.count += 1
-        page_size, whole = self.cache.page_size, len(tokens) // self.cache.page_size * self.cache.page_size
+        page_size, whole = (
+            self.cache.page_size,
+            len(tokens) // self.cache.page_size * self.cache.page_size,
+        )
         note = f"{who}: {match.length} of {many(len(tokens), 'token')} reused, {whole - match.length} more stored"
-        note += f", {len(tokens) - whole} do not fill a page of {page_size}" if whole < len(tokens) else ""
+        note += (
+            f", {len(tokens) - whole} do not fill a page of {page_size}"
+            if whole < len(tokens)
+            else ""
+        )
         note += ", a node was split" if self.cache.stats.splits > splits else ""
         note += f", {many(evicted, 'token')} evicted" if evicted else ""
         self.log.append(note)
         path = _path(node)
         fresh = path[-1:] if whole > match.length else []
-        return self._show(self._tree(reused=path[: len(path) - len(fresh)], computed=fresh, who=who, note=note))
+        return self._show(
+            self._tree(reused=path[: len(path) - len(fresh)], computed=fresh, who=who, note=note)
+        )
 
     def _insert(self, tokens: Any, match: Any) -> int:
-        """Store the tokens; with a pool, take pages for the new ones first. Returns how many were evicted."""
+        """Store the tokens; with a pool, take pages for the new ones first. Returns how many were
+        evicted."""
         need = len(tokens) // self.cache.page_size * self.cache.page_size - match.length
         if self.allocator is None:
             self.cache.insert(tokens)
@@ -194,8 +216,12 @@ class Playground:
         """
         with self.cache.record() as self._recorder:
             if not self.cache.evict(1):
-                raise StateError("nothing can be evicted: the tree is empty, or all of it is locked; finish a request")
-        drawing = tree_frames.frames(self._recorder, kinds=["evict"], decode=self.tokenizer, title=TITLE)[-1]
+                raise StateError(
+                    "nothing can be evicted: the tree is empty, or all of it is locked; finish a request"
+                )
+        drawing = tree_frames.frames(
+            self._recorder, kinds=["evict"], decode=self.tokenizer, title=TITLE
+        )[-1]
         return self._show(drawing)
 
     def finish(self, who: str | None = None) -> Drawing:
@@ -211,11 +237,15 @@ class Playground:
         if self._recorder is None:
             raise StateError("nothing has been run yet")
         who = style.letter(max(self.count - 1, 0))
-        return Player(tree_frames.frames(self._recorder, who=lambda event: who, decode=self.tokenizer))
+        return Player(
+            tree_frames.frames(self._recorder, who=lambda event: who, decode=self.tokenizer)
+        )
 
     def _tree(self, **options: Any) -> Drawing:
         running = {who: _Running(node) for who, node in self.running.items()}
-        return tree.draw(self.cache, decode=self.tokenizer, requests=running, title=TITLE, **options)
+        return tree.draw(
+            self.cache, decode=self.tokenizer, requests=running, title=TITLE, **options
+        )
 
     def _draw(self, text: str) -> Drawing:
         return self.preview(text)

@@ -130,5 +130,7 @@ class Reorder(anywidget.AnyWidget):
     @traitlets.validate("value")
     def _same_letters(self, proposal: Any) -> list[str]:
         if self.looks and sorted(proposal["value"]) != sorted(self.looks):
-            raise ArgumentError("value", proposal["value"], f"is not an order of {' '.join(self.looks)}")
+            raise ArgumentError(
+                "value", proposal["value"], f"is not an order of {' '.join(self.looks)}"
+            )
         return proposal["value"]

@@ -27,8 +27,9 @@ def draw(
     table
         A ``RequestTable``.
     requests
-        The requests that own the rows, as a list or a dict by letter (objects with ``token_ids``, ``computed`` and
-        ``row``). Without them the rows that hold anything are shown, with slots only.
+        The requests that own the rows, as a list or a dict by letter (objects with ``token_ids``,
+        ``computed`` and ``row``). Without them the rows that hold anything are shown, with slots
+        only.
     decode
         Tokenizer, function of a list of ids, or texts by id.
     page_size
@@ -47,13 +48,17 @@ def draw(
     if not rows:
         canvas.text(canvas.margin, y + 14, "no row is in use", fill=style.MUTED)
     data = [
-        {"request": one.letter, "row": one.row, "tokens": len(one.slots), "slots": _runs(one.slots)} for one in rows
+        {"request": one.letter, "row": one.row, "tokens": len(one.slots), "slots": _runs(one.slots)}
+        for one in rows
     ]
     return canvas.finish(f"{title}: {facts}\n{style.Table(data)}", data)
 
 
-def block_table(requests: Any, page_size: int, *, table: Any = None, title: str = "Block table") -> Drawing:
-    """Draw the block table: a row per request, a column per logical block, in each the page that holds it.
+def block_table(
+    requests: Any, page_size: int, *, table: Any = None, title: str = "Block table"
+) -> Drawing:
+    """Draw the block table: a row per request, a column per logical block, in each the page that
+    holds it.
 
     Parameters
     ----------
@@ -63,20 +68,31 @@ def block_table(requests: Any, page_size: int, *, table: Any = None, title: str 
         Slots per page.
     """
     found = holders(requests, table)
-    rows = [(one, [one.slots[i] // page_size for i in range(0, len(one.slots), page_size)]) for one in found]
+    rows = [
+        (one, [one.slots[i] // page_size for i in range(0, len(one.slots), page_size)])
+        for one in found
+    ]
     longest = max((len(pages) for _, pages in rows), default=0)
     counts: dict[int, int] = {}
     for _, pages in rows:
         for page in pages:
             counts[page] = counts.get(page, 0) + 1
     shared = sum(n > 1 for n in counts.values())
-    facts = f"{len(rows)} requests, up to {longest} blocks of {page_size} tokens, {shared} pages shared"
+    facts = (
+        f"{len(rows)} requests, up to {longest} blocks of {page_size} tokens, {shared} pages shared"
+    )
     canvas = Canvas(title, f"Block table: {facts}.", subtitle=facts)
     w, h = min(70.0, 740 / max(longest, 1)), 34
     for block in range(longest):
         x = canvas.margin + 48 + block * w
         canvas.text(
-            x + w / 2, canvas.top + 8, f"block {block}", size=10.5, anchor="middle", fill=style.MUTED, fit=w - 2
+            x + w / 2,
+            canvas.top + 8,
+            f"block {block}",
+            size=10.5,
+            anchor="middle",
+            fill=style.MUTED,
+            fit=w - 2,
         )
     for i, (one, pages) in enumerate(rows):
         y = canvas.top + 18 + i * (h + 8)
@@ -91,9 +107,21 @@ def block_table(requests: Any, page_size: int, *, table: Any = None, title: str 
                 canvas.hatch(x + 4, y + 1, w - 8, h - 2, one.look.colour)
             canvas.rect(x + 3, y, w - 6, h, stroke=one.look.colour, r=7, line=1.6)
             ink, halo = (style.INK, style.PAPER) if reused else (one.look.ink, "")
-            canvas.text(x + w / 2, y + 22, page, weight=600, anchor="middle", fill=ink, halo=halo, fit=w - 10)
+            canvas.text(
+                x + w / 2,
+                y + 22,
+                page,
+                weight=600,
+                anchor="middle",
+                fill=ink,
+                halo=halo,
+                fit=w - 10,
+            )
             canvas.add("</g>")
-    data = [{"request": one.letter, **{f"block {b}": p for b, p in enumerate(pages)}} for one, pages in rows]
+    data = [
+        {"request": one.letter, **{f"block {b}": p for b, p in enumerate(pages)}}
+        for one, pages in rows
+    ]
     for row in data:
         row.update({f"block {b}": row.get(f"block {b}", "") for b in range(longest)})
     return canvas.finish(f"{title}: {facts}\n{style.Table(data)}", data)
@@ -123,12 +151,22 @@ def _row(canvas: Canvas, one: Holder, texts: Texts, page_size: int | None, y: fl
     if page_size:
         for i in range(0, most, page_size):
             run = min(page_size, most - i)
-            canvas.page(x0 + i * cell + 12 * (i // page_size) - 4, y - 14, one.slots[i] // page_size, run)
+            canvas.page(
+                x0 + i * cell + 12 * (i // page_size) - 4, y - 14, one.slots[i] // page_size, run
+            )
     for i in range(most):
         x = x0 + i * cell + (12 * (i // page_size) if page_size else 0)
         shown = texts(one.tokens[i]) if i < len(one.tokens) else ""
         canvas.token(x, y + 5, shown, kind if i >= one.reused else "reused", one.look)
-        canvas.text(x + cell / 2, y + 59, one.slots[i], size=10, anchor="middle", fill=style.MUTED, mono=True)
+        canvas.text(
+            x + cell / 2,
+            y + 59,
+            one.slots[i],
+            size=10,
+            anchor="middle",
+            fill=style.MUTED,
+            mono=True,
+        )
     if most < len(one.slots):
         x = x0 + most * cell + (12 * (most // page_size) if page_size else 0) + 6
         canvas.text(x, y + 30, f"… {len(one.slots) - most:,} more", fill=style.MUTED)

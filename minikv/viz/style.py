@@ -1,12 +1,13 @@
 """The one legend of every picture, and the ``Drawing`` that all of them return.
 
-A token is a square with its text; a page is a rounded box of ``page_size`` squares with its number; a request is a
-colour *and* a letter; what is computed now is solid, what is reused is hatched, what is free is dotted, what is evicted
-is struck through; a lock is a padlock with its count. Logical order stands above, physical memory below, and arrows are
-the page table. Colours are those of Okabe and Ito (2008), which colour-blind readers can tell apart.
+A token is a square with its text; a page is a rounded box of ``page_size`` squares with its number;
+a request is a colour *and* a letter; what is computed now is solid, what is reused is hatched, what
+is free is dotted, what is evicted is struck through; a lock is a padlock with its count. Logical
+order stands above, physical memory below, and arrows are the page table. Colours are those of Okabe
+and Ito (2008), which colour-blind readers can tell apart.
 
-A drawing stands on its own light card, so that it reads the same in a light and in a dark notebook: Jupyter and GitHub
-show SVG as an image, which cannot see the page's colours.
+A drawing stands on its own light card, so that it reads the same in a light and in a dark notebook:
+Jupyter and GitHub show SVG as an image, which cannot see the page's colours.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def request(who: int | str) -> Request:
 
 
 def clean(text: object) -> str:
-    """`text` as XML can carry it: escaped, and characters that XML forbids or that would reorder the line spelt out.
+    """`text` as XML can carry it: escaped, and characters that XML forbids or that would reorder
+    the line spelt out.
 
     Examples
     --------
@@ -123,15 +125,21 @@ def clean(text: object) -> str:
 def _visible(char: str) -> str:
     if char.isascii() and char.isprintable():
         return char
-    hidden = unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp") and char != "\u200d"
+    hidden = (
+        unicodedata.category(char) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+        and char != "\u200d"
+    )
     if not hidden:
         return char
     code = ord(char)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+    return (
+        f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+    )
 
 
 def token_text(text: object) -> str:
-    """How a token's text is shown in its square: white space made visible, control characters spelt out.
+    """How a token's text is shown in its square: white space made visible, control characters spelt
+    out.
 
     Examples
     --------
@@ -151,7 +159,9 @@ def _widths(text: str) -> Iterator[int]:
     """Columns of each character; what joins another character takes none."""
     before = " "
     for char in text:
-        if char < "\u0300" and before != "\u200d":  # the common case: nothing below is wide or joins
+        if (
+            char < "\u0300" and before != "\u200d"
+        ):  # the common case: nothing below is wide or joins
             before = char
             yield 1
             continue
@@ -161,7 +171,8 @@ def _widths(text: str) -> Iterator[int]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text` cut to at most `limit` terminal columns, the cut marked by an ellipsis; marks stay with their letters."""
+    """`text` cut to at most `limit` terminal columns, the cut marked by an ellipsis; marks stay
+    with their letters."""
     used, end = 0, 0
     for at, width in enumerate(_widths(text)):
         used += width
@@ -187,7 +198,10 @@ class Table(list):
         cells = [[str(row.get(name, "")) for name in names] for row in self]
         widths = [max(columns(c) for c in column) for column in zip(names, *cells, strict=True)]
         lines = [names, ["-" * w for w in widths], *cells]
-        return "\n".join("  ".join(pad(c, w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        return "\n".join(
+            "  ".join(pad(c, w) for c, w in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
 
     __repr__ = __str__
 
@@ -199,7 +213,8 @@ class Drawing:
     Attributes
     ----------
     svg
-        One ``<svg>`` element with ``role="img"``, a title and a description; it has a viewBox and no fixed width.
+        One ``<svg>`` element with ``role="img"``, a title and a description; it has a viewBox and
+        no fixed width.
     text
         The same content for a terminal.
     title, desc
@@ -226,7 +241,8 @@ class Drawing:
         return Table(self.data)
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture to a ``.svg`` file, or its text form to a ``.txt`` file, and return the path.
+        """Write the picture to a ``.svg`` file, or its text form to a ``.txt`` file, and return the
+        path.
 
         Raises
         ------
@@ -235,7 +251,9 @@ class Drawing:
         """
         path = Path(path)
         if path.suffix not in (".svg", ".txt"):
-            raise ArgumentError("path", str(path), "a drawing is saved as .svg, or as .txt for its text form")
+            raise ArgumentError(
+                "path", str(path), "a drawing is saved as .svg, or as .txt for its text form"
+            )
         path.write_text(self.svg if path.suffix == ".svg" else self.text + "\n", encoding="utf-8")
         return path
 
@@ -285,12 +303,17 @@ def legend(requests: Iterable[int | str] = ("A", "B", "C")) -> Drawing:
 
 
 def chart(
-    title: str, xlabel: str, ylabel: str | Sequence[str], *, size: tuple[float, float] = (11.95, 5.4)
+    title: str,
+    xlabel: str,
+    ylabel: str | Sequence[str],
+    *,
+    size: tuple[float, float] = (11.95, 5.4),
 ) -> tuple[Figure, Any]:
-    """An empty Matplotlib figure in the style of the pictures, and its axes; the labels carry their units.
+    """An empty Matplotlib figure in the style of the pictures, and its axes; the labels carry their
+    units.
 
-    Several `ylabel` make as many panels over one x axis, and a list of axes. The figure is not registered with pyplot,
-    so nothing is shown twice and nothing needs closing.
+    Several `ylabel` make as many panels over one x axis, and a list of axes. The figure is not
+    registered with pyplot, so nothing is shown twice and nothing needs closing.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -314,7 +337,9 @@ def chart(
     return figure, panels[0] if isinstance(ylabel, str) else panels
 
 
-def limit_line(axes: Axes, value: float, label: str, *, vertical: bool = False, **text: Any) -> None:
+def limit_line(
+    axes: Axes, value: float, label: str, *, vertical: bool = False, **text: Any
+) -> None:
     """A dashed line at a limit of the machine, with its name written on it."""
     line = axes.axvline if vertical else axes.axhline
     line(value, color=OKABE_ITO["vermillion"], linestyle=(0, (6, 3)), linewidth=1.6)
@@ -331,8 +356,11 @@ def limit_line(axes: Axes, value: float, label: str, *, vertical: bool = False, 
     )
 
 
-def finish_chart(figure: Figure, desc: str, data: Sequence[dict[str, Any]] = (), text: str | None = None) -> Drawing:
-    """A figure made with :func:`chart` as a ``Drawing``: its SVG gets a title, a description and ids of its own."""
+def finish_chart(
+    figure: Figure, desc: str, data: Sequence[dict[str, Any]] = (), text: str | None = None
+) -> Drawing:
+    """A figure made with :func:`chart` as a ``Drawing``: its SVG gets a title, a description and
+    ids of its own."""
     import io
     import re
 
@@ -353,7 +381,9 @@ def finish_chart(figure: Figure, desc: str, data: Sequence[dict[str, Any]] = (),
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', body)
     assert found is not None
     width, height = float(found[1]), float(found[2])
-    head = f'role="img" aria-labelledby="{mark}-t {mark}-d" style="width:100%;max-width:{width:.0f}px"'
+    head = (
+        f'role="img" aria-labelledby="{mark}-t {mark}-d" style="width:100%;max-width:{width:.0f}px"'
+    )
     body = re.sub(r'<svg [^>]*?(viewBox="[^"]+")[^>]*>', rf'<svg {head} \1 xmlns="http://www.w3.org/2000/svg" '
                   rf'xmlns:xlink="http://www.w3.org/1999/xlink"><title id="{mark}-t">{clean(title)}</title>'
                   rf'<desc id="{mark}-d">{clean(desc)}</desc><rect x="0.5" y="0.5" width="{width - 1:g}" '

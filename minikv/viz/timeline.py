@@ -12,7 +12,9 @@ from minikv.viz.style import Drawing
 MOST_LANES = 26
 
 
-def draw(events: Iterable[Mapping[str, Any]], *, by: str = "step", title: str = "A server's time") -> Drawing:
+def draw(
+    events: Iterable[Mapping[str, Any]], *, by: str = "step", title: str = "A server's time"
+) -> Drawing:
     """Draw the Gantt chart of an engine's event log over the level of its pool.
 
     Parameters
@@ -26,7 +28,9 @@ def draw(events: Iterable[Mapping[str, Any]], *, by: str = "step", title: str = 
     shown = list(names)[:MOST_LANES]
     unit = "step" if by == "step" else "time (s)"
     labels = ["requests", "pool (tokens)"] if levels else ["requests"]
-    figure, panels = style.chart(title, unit, labels, size=(11.95, 2.6 + 0.32 * len(shown) + (2.4 if levels else 0)))
+    figure, panels = style.chart(
+        title, unit, labels, size=(11.95, 2.6 + 0.32 * len(shown) + (2.4 if levels else 0))
+    )
     lanes = panels[0]
     if levels:
         from matplotlib.gridspec import GridSpec
@@ -38,17 +42,32 @@ def draw(events: Iterable[Mapping[str, Any]], *, by: str = "step", title: str = 
     for i, name in enumerate(shown):
         look = style.request(i)
         for start, stop, kind in spans.get(name, ()):
-            face = {"prefill": look.colour, "decode": style.blend(look.colour, 0.4), "wait": style.PAPER}[kind]
+            face = {
+                "prefill": look.colour,
+                "decode": style.blend(look.colour, 0.4),
+                "wait": style.PAPER,
+            }[kind]
             lanes.barh(
                 i, stop - start, left=start, height=0.72, facecolor=face, linewidth=1,
                 edgecolor=style.NEUTRAL if kind == "wait" else look.colour, linestyle=":" if kind == "wait" else "-",
             )  # fmt: skip
             seen.add(kind)
         for at, kind in marks.get(name, ()):
-            shape, colour = ("X", style.OKABE_ITO["vermillion"]) if kind == "retracted" else ("|", style.INK)
-            lanes.plot([at], [i], shape, color=colour, markersize=11, markeredgewidth=1.6 if shape == "|" else 0.5)
+            shape, colour = (
+                ("X", style.OKABE_ITO["vermillion"]) if kind == "retracted" else ("|", style.INK)
+            )
+            lanes.plot(
+                [at],
+                [i],
+                shape,
+                color=colour,
+                markersize=11,
+                markeredgewidth=1.6 if shape == "|" else 0.5,
+            )
             seen.add(kind)
-    lanes.set_yticks(range(len(shown)), [f"{style.letter(i)} · {name}" for i, name in enumerate(shown)])
+    lanes.set_yticks(
+        range(len(shown)), [f"{style.letter(i)} · {name}" for i, name in enumerate(shown)]
+    )
     lanes.set_ylim(max(len(shown), 1) - 0.4, -0.6)
     lanes.grid(False, axis="y")
     _key(lanes, seen)
@@ -69,7 +88,8 @@ def draw(events: Iterable[Mapping[str, Any]], *, by: str = "step", title: str = 
     rows = []
     for i, name in enumerate(names):
         total = {
-            k: sum(b - a for a, b, kind in spans.get(name, ()) if kind == k) for k in ("wait", "prefill", "decode")
+            k: sum(b - a for a, b, kind in spans.get(name, ()) if kind == k)
+            for k in ("wait", "prefill", "decode")
         }
         retractions = sum(kind == "retracted" for _, kind in marks.get(name, ()))
         rows.append(
@@ -86,7 +106,8 @@ def draw(events: Iterable[Mapping[str, Any]], *, by: str = "step", title: str = 
 
 
 def _read(log: list[Mapping[str, Any]], by: str) -> tuple[dict, list[dict], list, dict]:
-    """Spans (start, stop, kind) and marks per request, pool levels per step, and the requests in order of arrival."""
+    """Spans (start, stop, kind) and marks per request, pool levels per step, and the requests in
+    order of arrival."""
     zero = log[0]["t"] if log else 0.0
     now, step = 0.0, 0
     spans: dict[Any, list[tuple[float, float, str]]] = {}
@@ -113,7 +134,10 @@ def _read(log: list[Mapping[str, Any]], by: str) -> tuple[dict, list[dict], list
             step += 1
             stop = step if by == "step" else e["t"] - zero
             begin = step - 1 if by == "step" else now
-            for one, what in [*((i, "prefill") for i, _ in e["extends"]), *((i, "decode") for i in e["decodes"])]:
+            for one, what in [
+                *((i, "prefill") for i, _ in e["extends"]),
+                *((i, "decode") for i in e["decodes"]),
+            ]:
                 line = spans.setdefault(one, [])
                 if line and line[-1][2] == what and line[-1][1] == begin:
                     line[-1] = (line[-1][0], stop, what)
@@ -137,8 +161,12 @@ def _key(axes: Any, seen: set[str]) -> None:
         "wait": Patch(facecolor=style.PAPER, edgecolor=colour, linestyle=":", label="waits"),
         "prefill": Patch(facecolor=colour, edgecolor=colour, label="prefill"),
         "decode": Patch(facecolor=style.blend(colour, 0.4), edgecolor=colour, label="decode"),
-        "retracted": Line2D([], [], marker="X", linestyle="", color=style.OKABE_ITO["vermillion"], label="retracted"),
-        "finished": Line2D([], [], marker="|", linestyle="", color=style.INK, markersize=11, label="finished"),
+        "retracted": Line2D(
+            [], [], marker="X", linestyle="", color=style.OKABE_ITO["vermillion"], label="retracted"
+        ),
+        "finished": Line2D(
+            [], [], marker="|", linestyle="", color=style.INK, markersize=11, label="finished"
+        ),
     }
     axes.legend(
         handles=[h for k, h in every.items() if k in seen], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False,
@@ -166,13 +194,22 @@ def lanes(
     kinds = list(dict.fromkeys(label for line in spans.values() for *_, label in line))
     busy = {name: sum(b - a for a, b, _ in line) / stop for name, line in spans.items()}
     facts = ", ".join(f"{name} {share:.0%} busy" for name, share in list(busy.items())[:6])
-    canvas = Canvas(title, desc or f"{len(spans)} lanes over {stop:,.4g} {unit}: {facts}.", subtitle=facts)
+    canvas = Canvas(
+        title, desc or f"{len(spans)} lanes over {stop:,.4g} {unit}: {facts}.", subtitle=facts
+    )
     left = canvas.margin + min(max(7.2 * max((len(n) for n in spans), default=0), 30) + 12, 160)
     tall = 30 if len(spans) <= 16 else 14
     scale = (canvas.right - left) / stop
     y = canvas.top + 6
     for name, line in spans.items():
-        canvas.text(left - 10, y + tall / 2 + 4, name, anchor="end", fill=style.MUTED, fit=left - canvas.margin - 12)
+        canvas.text(
+            left - 10,
+            y + tall / 2 + 4,
+            name,
+            anchor="end",
+            fill=style.MUTED,
+            fit=left - canvas.margin - 12,
+        )
         canvas.line(left, y + tall, canvas.right, y + tall, stroke=style.SHADE, line=1)
         for start, end, label in line:
             look = style.request(kinds.index(label))
@@ -200,8 +237,22 @@ def lanes(
     for i in range(6):
         x = left + i / 5 * (canvas.right - left)
         canvas.line(x, y, x, y + 4, stroke=style.NEUTRAL)
-        canvas.text(x, y + 17, f"{stop * i / 5:,.4g}", size=10.5, anchor="middle" if i < 5 else "end", fill=style.MUTED)
-    canvas.text((left + canvas.right) / 2, y + 34, f"time ({unit})", size=11.5, anchor="middle", fill=style.MUTED)
+        canvas.text(
+            x,
+            y + 17,
+            f"{stop * i / 5:,.4g}",
+            size=10.5,
+            anchor="middle" if i < 5 else "end",
+            fill=style.MUTED,
+        )
+    canvas.text(
+        (left + canvas.right) / 2,
+        y + 34,
+        f"time ({unit})",
+        size=11.5,
+        anchor="middle",
+        fill=style.MUTED,
+    )
     x, y = canvas.margin, y + 58
     for i, label in enumerate(kinds[:12]):
         wide = 34 + 7 * len(label)
@@ -210,5 +261,9 @@ def lanes(
         canvas.rect(x, y - 11, 16, 14, fill=style.request(i).colour, r=3)
         canvas.text(x + 22, y, label, size=11.5, fill=style.MUTED)
         x += wide
-    data = [{"lane": n, "start": a, "stop": b, "what": label} for n, line in spans.items() for a, b, label in line]
+    data = [
+        {"lane": n, "start": a, "stop": b, "what": label}
+        for n, line in spans.items()
+        for a, b, label in line
+    ]
     return canvas.finish(f"{title}: {facts}\n{style.Table(data)}", data, legend=False)

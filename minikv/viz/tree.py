@@ -1,4 +1,5 @@
-"""The radix tree of a live ``RadixCache``: small trees token by token, large ones as a folded outline."""
+"""The radix tree of a live ``RadixCache``: small trees token by token, large ones as a folded
+outline."""
 
 from __future__ import annotations
 
@@ -49,25 +50,31 @@ def draw(
 ) -> Drawing:
     """Draw a radix tree with its tokens, pages, slots, locks, hits and ages.
 
-    Up to 14 nodes are drawn token by token, from left to right. A larger tree becomes an outline of at most about
-    `max_nodes` lines: locked and heavy subtrees are opened first, long chains and other siblings fold into "+n more".
+    Up to 14 nodes are drawn token by token, from left to right. A larger tree becomes an outline of
+    at most about `max_nodes` lines: locked and heavy subtrees are opened first, long chains and
+    other siblings fold into "+n more".
 
     Parameters
     ----------
     cache
         A ``RadixCache``, or any object with ``nodes()`` and ``page_size``.
     decode
-        Tokenizer, function of a list of ids, or texts by id; the cache's own `decode` if it has one, else numbers.
+        Tokenizer, function of a list of ids, or texts by id; the cache's own `decode` if it has
+        one, else numbers.
     requests
-        Objects with a ``node``, as a list or a dict by letter; their letters stand on the nodes they use.
+        Objects with a ``node``, as a list or a dict by letter; their letters stand on the nodes
+        they use.
     colour_by
-        Colour of the nodes: ``"recency"``, ``"hits"`` or ``"owner"`` (of `requests`); always written out as well.
+        Colour of the nodes: ``"recency"``, ``"hits"`` or ``"owner"`` (of `requests`); always
+        written out as well.
     note
         What happens in this picture, written under the title.
     computed, reused, evicted
-        Nodes whose tokens are drawn solid, hatched or struck through, in the colour of request `who`.
+        Nodes whose tokens are drawn solid, hatched or struck through, in the colour of request
+        `who`.
     reused_tokens
-        Only so many tokens of `reused` (a path, from the top) are hatched: a match that ends inside a node.
+        Only so many tokens of `reused` (a path, from the top) are hatched: a match that ends inside
+        a node.
 
     Examples
     --------
@@ -82,13 +89,25 @@ def draw(
     roots = read(cache, requests)
     whole = [item for root in roots for item in walk(root) if item.node is not None]
     kept = fold(roots, max_nodes, max_siblings)
-    shown = [item for root in kept for item in walk(root) if item.node is not None and not item.folded]
+    shown = [
+        item for root in kept for item in walk(root) if item.node is not None and not item.folded
+    ]
     marks, left = {}, math.inf if reused_tokens is None else reused_tokens
     for node in reused:
         marks[id(node)] = ("reused", min(len(node.key), left))
         left -= marks[id(node)][1]
-    marks |= {id(n): (k, math.inf) for k, some in (("computed", computed), ("evicted", evicted)) for n in some}
-    look = Look(Texts(decode), cache.page_size, colour_by, marks, None if who is None else style.request(who))
+    marks |= {
+        id(n): (k, math.inf)
+        for k, some in (("computed", computed), ("evicted", evicted))
+        for n in some
+    }
+    look = Look(
+        Texts(decode),
+        cache.page_size,
+        colour_by,
+        marks,
+        None if who is None else style.request(who),
+    )
     look.shade = _shader(shown, colour_by)
 
     tokens = sum(item.tokens for item in whole)
@@ -136,13 +155,17 @@ def _shader(items: list[Item], colour_by: ColourBy | None) -> Callable[[Item], s
     blue, orange = style.OKABE_ITO["blue"], style.OKABE_ITO["orange"]
     if colour_by == "recency":
         ages = {age: i for i, age in enumerate(sorted({i.last_use for i in items}))}
-        return lambda item: style.blend(blue, 0.06 + 0.5 * ages[item.last_use] / max(len(ages) - 1, 1))
+        return lambda item: style.blend(
+            blue, 0.06 + 0.5 * ages[item.last_use] / max(len(ages) - 1, 1)
+        )
     if colour_by == "hits":
         top = math.log1p(max((i.hits for i in items), default=1)) or 1
         return lambda item: style.blend(orange, 0.06 + 0.6 * math.log1p(item.hits) / top)
     if colour_by == "owner":
         return lambda item: (
-            style.blend(style.request(item.owners[0]).colour, 0.35) if len(item.owners) == 1 else style.SHADE
+            style.blend(style.request(item.owners[0]).colour, 0.35)
+            if len(item.owners) == 1
+            else style.SHADE
         )
     return lambda item: style.SHADE
 
@@ -155,7 +178,10 @@ def _scale(canvas: Canvas, colour_by: ColourBy, items: list[Item]) -> None:
         canvas.text(canvas.margin, y, words, fill=style.MUTED)
         return
     values = [i.last_use if colour_by == "recency" else i.hits for i in items] or [0]
-    name, colour = SCALES[colour_by], style.OKABE_ITO["blue" if colour_by == "recency" else "orange"]
+    name, colour = (
+        SCALES[colour_by],
+        style.OKABE_ITO["blue" if colour_by == "recency" else "orange"],
+    )
     words = f"node colour: {name} {min(values):,}"
     canvas.text(canvas.margin, y, words, fill=style.MUTED)
     x = canvas.margin + 10 + 6.6 * len(words)
@@ -166,12 +192,14 @@ def _scale(canvas: Canvas, colour_by: ColourBy, items: list[Item]) -> None:
 
 
 def _strip(item: Item, look: Look) -> list[tuple[int | None, list[int]]]:
-    """(page, offsets into the key) of the boxes of a node; (None, [pages left out]) for the middle of a long key."""
+    """(page, offsets into the key) of the boxes of a node; (None, [pages left out]) for the middle
+    of a long key."""
     size = look.page_size
     pages = item.pages(size) or [0] * (item.tokens // size)
     limit = max(12 // size, 2)
     boxes: list[tuple[int | None, list[int]]] = [
-        (page, list(range(i * size, min((i + 1) * size, item.tokens)))) for i, page in enumerate(pages)
+        (page, list(range(i * size, min((i + 1) * size, item.tokens))))
+        for i, page in enumerate(pages)
     ]
     if len(boxes) <= limit + 1:
         return boxes
@@ -179,12 +207,18 @@ def _strip(item: Item, look: Look) -> list[tuple[int | None, list[int]]]:
 
 
 def _small(canvas: Canvas, roots: list[Item], look: Look) -> bool:
-    """The tree from left to right, every node a row of page boxes; False when that would be too wide."""
+    """The tree from left to right, every node a row of page boxes; False when that would be too
+    wide."""
     size, cell = look.page_size, canvas.cell
     if size > 8:
         return False
     box = canvas.page_box(size)[0] + 5
-    strips = {id(i): _strip(i, look) for r in roots for i in walk(r) if i.node is not None and not i.folded}
+    strips = {
+        id(i): _strip(i, look)
+        for r in roots
+        for i in walk(r)
+        if i.node is not None and not i.folded
+    }
     lefts: dict[int, float] = {}
     widths: dict[int, float] = {}
     for root in roots:
@@ -196,7 +230,11 @@ def _small(canvas: Canvas, roots: list[Item], look: Look) -> bool:
             parent = item.parent
             lefts[id(item)] = lefts[id(parent)] + widths[id(parent)] + 38
             boxes = strips.get(id(item))
-            inner = 180.0 if boxes is None else sum(78 if page is None else box for page, _ in boxes) - 5
+            inner = (
+                180.0
+                if boxes is None
+                else sum(78 if page is None else box for page, _ in boxes) - 5
+            )
             widths[id(item)] = max(inner + 16, 150)
     if max((lefts[k] + widths[k] for k in lefts), default=0) > SMALL_WIDTH:
         return False
@@ -209,7 +247,9 @@ def _small(canvas: Canvas, roots: list[Item], look: Look) -> bool:
                 y += tall + 14
         for item in reversed(every):
             if item.children:
-                middles[id(item)] = (middles[id(item.children[0])] + middles[id(item.children[-1])]) / 2
+                middles[id(item)] = (
+                    middles[id(item.children[0])] + middles[id(item.children[-1])]
+                ) / 2
         y += 10
         for item in every:
             if item.parent is not None:
@@ -221,17 +261,38 @@ def _small(canvas: Canvas, roots: list[Item], look: Look) -> bool:
                 _root(canvas, x, middle, widths[id(item)], root.namespace)
             elif item.folded:
                 canvas.rect(
-                    x, middle - 15, widths[id(item)], 30, fill=style.PAPER, stroke=style.NEUTRAL, r=8, dash="4 3"
+                    x,
+                    middle - 15,
+                    widths[id(item)],
+                    30,
+                    fill=style.PAPER,
+                    stroke=style.NEUTRAL,
+                    r=8,
+                    dash="4 3",
                 )
-                canvas.text(x + 10, middle + 4, gap_text(item), fill=style.MUTED, fit=widths[id(item)] - 16)
+                canvas.text(
+                    x + 10, middle + 4, gap_text(item), fill=style.MUTED, fit=widths[id(item)] - 16
+                )
             else:
-                _card(canvas, item, strips[id(item)], look, x, middle - tall / 2, widths[id(item)], tall)
+                _card(
+                    canvas,
+                    item,
+                    strips[id(item)],
+                    look,
+                    x,
+                    middle - tall / 2,
+                    widths[id(item)],
+                    tall,
+                )
     return True
 
 
 def _edge(canvas: Canvas, x1: float, y1: float, x2: float, y2: float) -> None:
     half = (x1 + x2) / 2
-    canvas.path(f"M{x1:.1f} {y1:.1f}C{half:.1f} {y1:.1f} {half:.1f} {y2:.1f} {x2:.1f} {y2:.1f}", stroke=style.NEUTRAL)
+    canvas.path(
+        f"M{x1:.1f} {y1:.1f}C{half:.1f} {y1:.1f} {half:.1f} {y2:.1f} {x2:.1f} {y2:.1f}",
+        stroke=style.NEUTRAL,
+    )
 
 
 def _root(canvas: Canvas, x: float, y: float, width: float, namespace: Any) -> None:
@@ -239,7 +300,15 @@ def _root(canvas: Canvas, x: float, y: float, width: float, namespace: Any) -> N
     canvas.add('<g data-root="1">')
     canvas.rect(x, y - 13, width, 26, fill=fill, r=13)
     name = "root" if namespace is None else style.shorten(str(namespace), 18)
-    canvas.text(x + width / 2, y + 4.5, name, weight=600, anchor="middle", fill=style.ink_on(fill), fit=width - 12)
+    canvas.text(
+        x + width / 2,
+        y + 4.5,
+        name,
+        weight=600,
+        anchor="middle",
+        fill=style.ink_on(fill),
+        fit=width - 12,
+    )
     canvas.add("</g>")
 
 
@@ -253,16 +322,23 @@ def _card(
     canvas: Canvas, item: Item, boxes: list[tuple[int | None, list[int]]], look: Look, x: float, y: float, w: float,
     h: float,
 ) -> None:  # fmt: skip
-    """One node: its page boxes with their tokens, and a line with its locks, hits, age and requests."""
+    """One node: its page boxes with their tokens, and a line with its locks, hits, age and
+    requests."""
     canvas.add('<g data-node="1">')
     canvas.rect(x, y, w, h, fill=look.shade(item), r=10)
-    (kind, marked), key, slots = look.marks.get(id(item.node), ("plain", 0)), item.key, ints(item.node.slots)
+    (kind, marked), key, slots = (
+        look.marks.get(id(item.node), ("plain", 0)),
+        item.key,
+        ints(item.node.slots),
+    )
     owner = style.request(item.owners[0]) if len(item.owners) == 1 else None
     at, step = x + 8, canvas.page_box(look.page_size)[0] + 5
     for page, offsets in boxes:
         if page is None:
             canvas.text(at + 36, y + 36, "…", size=18, anchor="middle")
-            canvas.text(at + 36, y + 52, f"{offsets[0]} pages", size=10.5, anchor="middle", fill=style.MUTED)
+            canvas.text(
+                at + 36, y + 52, f"{offsets[0]} pages", size=10.5, anchor="middle", fill=style.MUTED
+            )
             at += 78
             continue
         first, last = (slots[offsets[0]], slots[offsets[-1]]) if slots else (0, 0)
@@ -326,7 +402,12 @@ def _outline(canvas: Canvas, roots: list[Item], look: Look) -> None:
             canvas.rect(x, y + 2, 590 - x, tall - 4, fill=look.shade(item), r=6)
             room = 590 - x - 16 - 17 * min(len(item.owners), 4)
             canvas.text(
-                x + 8, middle + 4, label(item, look.texts, max(int(room / 7.3), 4)), mono=True, size=12, fit=room
+                x + 8,
+                middle + 4,
+                label(item, look.texts, max(int(room / 7.3), 4)),
+                mono=True,
+                size=12,
+                fit=room,
             )
             for i, name in enumerate(reversed(item.owners[:4])):
                 canvas.badge(580 - 17 * i, middle, style.request(name), r=7.5)
@@ -334,7 +415,9 @@ def _outline(canvas: Canvas, roots: list[Item], look: Look) -> None:
             for name, value in zip(("tokens", "pages", "hits", "last use"), values, strict=True):
                 canvas.text(ends[name], middle + 4, f"{value:,}", size=11.5, anchor="end")
             if item.locks:
-                canvas.padlock(ends["locks"] - 20 - 7 * len(str(item.locks)), middle + 4, item.locks)
+                canvas.padlock(
+                    ends["locks"] - 20 - 7 * len(str(item.locks)), middle + 4, item.locks
+                )
             canvas.add("</g>")
             y += tall
         y += 8

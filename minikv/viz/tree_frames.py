@@ -1,4 +1,5 @@
-"""A recorded tree as frames: one picture after each event, with what it reused, added or evicted marked."""
+"""A recorded tree as frames: one picture after each event, with what it reused, added or evicted
+marked."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from minikv.viz.style import Drawing, many
 KINDS = ("match", "insert", "split", "evict")
 
 
-def frames(recorder: Any, *, kinds: Iterable[str] = KINDS, who: Any = None, **options: Any) -> list[Drawing]:
+def frames(
+    recorder: Any, *, kinds: Iterable[str] = KINDS, who: Any = None, **options: Any
+) -> list[Drawing]:
     """One drawing of the tree before the first event and after each event of the chosen kinds.
 
     Parameters
@@ -21,8 +24,9 @@ def frames(recorder: Any, *, kinds: Iterable[str] = KINDS, who: Any = None, **op
     kinds
         Events that get a frame: also ``"lock"``, ``"unlock"`` and ``"reset"``.
     who
-        ``who(event)`` gives the letter of the request behind an event. By default requests are told apart by their
-        tokens: an event whose tokens continue those of an earlier one belongs to the same request.
+        ``who(event)`` gives the letter of the request behind an event. By default requests are told
+        apart by their tokens: an event whose tokens continue those of an earlier one belongs to the
+        same request.
     options
         Passed to :func:`minikv.viz.tree.draw`, such as ``decode``.
 
@@ -76,10 +80,17 @@ def _draw(event: Any, cache: Any, before: Any, who: str | None, options: dict[st
         fresh = [path[0]] if path and event.slots else []
         had = f", {event.length} were there" if event.length else ""
         note = f"{name} inserts {many(count, 'token')}{had}"
-        return tree.draw(cache, reused=path[len(fresh) :], computed=fresh, who=who, note=note, **options)
+        return tree.draw(
+            cache, reused=path[len(fresh) :], computed=fresh, who=who, note=note, **options
+        )
     if event.kind == "evict":
         gone = [n for n in before.nodes() if n.id == event.node]
-        return tree.draw(before, evicted=gone, note=f"evicted: a leaf of {many(event.length, 'token')}", **options)
+        return tree.draw(
+            before,
+            evicted=gone,
+            note=f"evicted: a leaf of {many(event.length, 'token')}",
+            **options,
+        )
     notes = {
         "split": f"A node splits after {event.length} of its tokens",
         "lock": "a node and all above it are locked once more",

@@ -1,4 +1,5 @@
-"""What is drawn of a radix tree: its nodes read once, long chains and crowded siblings folded, and its text form."""
+"""What is drawn of a radix tree: its nodes read once, long chains and crowded siblings folded, and
+its text form."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from minikv.viz.style import many
 class Item:
     """A node of the tree as drawn.
 
-    An item without a node is the root of a namespace; one with `folded` above 0 stands for that many nodes.
+    An item without a node is the root of a namespace; one with `folded` above 0 stands for that
+    many nodes.
     """
 
     node: Any = None
@@ -81,7 +83,9 @@ def read(cache: Any, requests: Any = None) -> list[Item]:
         item.parent = items.get(id(node.parent))
         if item.parent is None:
             space = getattr(node, "namespace", None)
-            item.parent = roots.setdefault((type(space), space), Item(namespace=space, index=len(roots)))
+            item.parent = roots.setdefault(
+                (type(space), space), Item(namespace=space, index=len(roots))
+            )
         item.parent.children.append(item)
     ordered = sorted(roots.values(), key=lambda r: (r.namespace is not None, r.index)) or [Item()]
     for root in ordered:
@@ -90,7 +94,9 @@ def read(cache: Any, requests: Any = None) -> list[Item]:
             item.namespace = root.namespace
         for item in reversed(every):
             item.subtree_tokens = item.tokens + sum(c.subtree_tokens for c in item.children)
-            item.subtree_nodes = (item.node is not None) + sum(c.subtree_nodes for c in item.children)
+            item.subtree_nodes = (item.node is not None) + sum(
+                c.subtree_nodes for c in item.children
+            )
     sources = (requests.values() if hasattr(requests, "values") else requests) or ()
     for holder, source in zip(holders(requests), sources, strict=True):
         at = items.get(id(getattr(source, "node", None)))
@@ -103,8 +109,9 @@ def read(cache: Any, requests: Any = None) -> list[Item]:
 def fold(roots: list[Item], max_nodes: int, max_siblings: int, max_chain: int = 5) -> list[Item]:
     """A copy of the forest with at most about `max_nodes` nodes.
 
-    Locked and heavy subtrees are opened first. Each place where something is left out holds one item that stands for
-    it: the middle of a long chain of single children, siblings beyond `max_siblings`, whatever the budget cut.
+    Locked and heavy subtrees are opened first. Each place where something is left out holds one
+    item that stands for it: the middle of a long chain of single children, siblings beyond
+    `max_siblings`, whatever the budget cut.
     """
     kept: list[Item] = []
     queue: list[tuple[tuple[bool, int], int, Item, Item]] = []
@@ -146,11 +153,18 @@ def fold(roots: list[Item], max_nodes: int, max_siblings: int, max_chain: int = 
         copy.children.sort(key=lambda c: c.index)
         if items:
             copy.children.append(
-                _gap(items, copy, [i.subtree_tokens for i in items], sum(i.subtree_nodes for i in items))
+                _gap(
+                    items,
+                    copy,
+                    [i.subtree_tokens for i in items],
+                    sum(i.subtree_nodes for i in items),
+                )
             )
     if len(roots) > len(kept):
         out = roots[len(kept) :]
-        gap = Item(folded=sum(r.subtree_nodes for r in out), tokens=sum(r.subtree_tokens for r in out))
+        gap = Item(
+            folded=sum(r.subtree_nodes for r in out), tokens=sum(r.subtree_tokens for r in out)
+        )
         gap.namespace = f"{len(out)} more namespaces"
         kept.append(gap)
     return kept
@@ -161,13 +175,16 @@ def _gap(items: list[Item], parent: Item, tokens: list[int], count: int) -> Item
 
 
 def label(item: Item, texts: Texts, limit: int) -> str:
-    """The node's tokens as one line of at most `limit` columns; only as many tokens are decoded as can be seen."""
+    """The node's tokens as one line of at most `limit` columns; only as many tokens are decoded as
+    can be seen."""
     return style.shorten(style.token_text(texts.joined(item.node.key[: limit + 1])), limit)
 
 
 def gap_text(item: Item) -> str:
     """What stands for nodes that are not drawn."""
-    return f"+{item.folded:,} more node{'s' if item.folded > 1 else ''}, {many(item.tokens, 'token')}"
+    return (
+        f"+{item.folded:,} more node{'s' if item.folded > 1 else ''}, {many(item.tokens, 'token')}"
+    )
 
 
 def as_text(head: str, roots: list[Item], texts: Texts, page_size: int) -> str:
@@ -190,7 +207,11 @@ def as_text(head: str, roots: list[Item], texts: Texts, page_size: int) -> str:
 def _line(item: Item, texts: Texts, page_size: int) -> str:
     pages = item.pages(page_size)
     shown = " ".join(map(str, pages[:6])) + (" …" if len(pages) > 6 else "")
-    facts = [many(item.tokens, "token"), f"pages {shown}" if pages else "no slots", many(item.hits, "hit")]
+    facts = [
+        many(item.tokens, "token"),
+        f"pages {shown}" if pages else "no slots",
+        many(item.hits, "hit"),
+    ]
     facts += [f"locked {item.locks}"] if item.locks else []
     facts += [f"used {item.last_use}"]
     facts += ["requests " + " ".join(item.owners)] if item.owners else []

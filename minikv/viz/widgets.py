@@ -1,4 +1,5 @@
-"""Live pictures: controls whose changes call Python, one picture that is replaced, errors shown beside it."""
+"""Live pictures: controls whose changes call Python, one picture that is replaced, errors shown
+beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _HANDLER = "_minikv_handler"
 
 
 class Box(ipywidgets.VBox):
-    """A column of widgets whose text form is `words`: all that a page without JupyterLab shows of it."""
+    """A column of widgets whose text form is `words`: all that a page without JupyterLab shows of
+    it."""
 
     def __init__(self, children: Sequence[ipywidgets.Widget], words: str) -> None:
         super().__init__(children)
@@ -26,9 +28,10 @@ class Box(ipywidgets.VBox):
 class Live:
     """A picture that follows its controls.
 
-    Each change of a control's ``value`` draws once. Replacing the picture and the error text in place keeps the saved
-    page at one size, whatever the number of redraws. Making it again with the same controls (a cell that is run again)
-    takes the old one's subscriptions away, so that a change still draws once.
+    Each change of a control's ``value`` draws once. Replacing the picture and the error text in
+    place keeps the saved page at one size, whatever the number of redraws. Making it again with the
+    same controls (a cell that is run again) takes the old one's subscriptions away, so that a
+    change still draws once.
 
     Parameters
     ----------
@@ -57,7 +60,9 @@ class Live:
             self._subscribe(control)
         self.redraw()
         self.static = self.drawing
-        box = ipywidgets.HBox(list(controls.values()), layout=ipywidgets.Layout(flex_flow="row wrap"))
+        box = ipywidgets.HBox(
+            list(controls.values()), layout=ipywidgets.Layout(flex_flow="row wrap")
+        )
         words = "the same picture, with controls for " + ", ".join(controls)
         self.widget = Box([box, self.errors, self.picture], words)
 

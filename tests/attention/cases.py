@@ -1,6 +1,7 @@
 """Random ragged batches for attention, and the one comparison that all attention tests use.
 
-Every slot that no request lists holds NaN, as does slot 0, so an implementation that reads one shows it.
+Every slot that no request lists holds NaN, as does slot 0, so an implementation that reads one
+shows it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Way(NamedTuple):
 
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) -> None:
-    """``|got - want| <= tol * max(1, max |want|)`` with the tolerance of `dtype` (default: got's); -inf equals -inf."""
+    """``|got - want| <= tol * max(1, max |want|)`` with the tolerance of `dtype` (default: got's);
+    -inf equals -inf."""
     assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     got, want, tol = got.double().cpu(), want.double().cpu(), TOLERANCE[dtype or got.dtype]
     assert not got.isnan().any(), f"{int(got.isnan().sum())} NaN in the result"
@@ -33,7 +35,9 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype | None = None) ->
     assert torch.equal(got == -torch.inf, empty)
     error = torch.where(empty, 0.0, got.masked_fill(empty, 0) - want.masked_fill(empty, 0)).abs()
     limit = tol * max(1.0, float(want.masked_fill(empty, 0).abs().max())) if want.numel() else 0.0
-    assert error.numel() == 0 or float(error.max()) <= limit, f"error {float(error.max()):.3g}, allowed {limit:.3g}"
+    assert error.numel() == 0 or float(error.max()) <= limit, (
+        f"error {float(error.max()):.3g}, allowed {limit:.3g}"
+    )
 
 
 @dataclass
@@ -69,18 +73,34 @@ class Case:
         )
 
     def unified_args(self) -> tuple[Tensor, ...]:
-        return self.q, self.k_cache, self.v_cache, self.qo_indptr, self.kv_indptr, self.kv_indices, self.prefix_lens
+        return (
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.qo_indptr,
+            self.kv_indptr,
+            self.kv_indices,
+            self.prefix_lens,
+        )
 
     def decode_args(self) -> tuple[Tensor, ...]:
-        """The last token of each request as its query; only for cases with one new token (or none) per request."""
+        """The last token of each request as its query; only for cases with one new token (or none)
+        per request."""
         return self.q, self.k_cache, self.v_cache, self.kv_indptr, self.kv_indices
 
     def poisoned_out(self) -> Tensor:
-        return torch.full((*self.q.shape[:2], self.v.shape[2]), torch.nan, dtype=self.q.dtype, device=self.q.device)
+        return torch.full(
+            (*self.q.shape[:2], self.v.shape[2]),
+            torch.nan,
+            dtype=self.q.dtype,
+            device=self.q.device,
+        )
 
     def want_extend(self) -> tuple[Tensor, Tensor]:
         q, k, v, *cache, qo, indptr, indices = self.extend_args()
-        return reference_attention(q, *cache, indptr, indices, k=k, v=v, qo_indptr=qo, **self.options)
+        return reference_attention(
+            q, *cache, indptr, indices, k=k, v=v, qo_indptr=qo, **self.options
+        )
 
     def want_unified(self) -> tuple[Tensor, Tensor]:
         q, k_cache, v_cache, qo, indptr, indices, prefix = self.unified_args()
@@ -94,13 +114,27 @@ class Case:
 
 def attend(form: str, case: Case, backend: str, return_lse: bool = False, **more: Any) -> Any:
     """Run one form ("extend", "unified" or "decode") of `case` into a poisoned output."""
-    call = {"extend": extend_attention, "unified": extend_attention_unified, "decode": decode_attention}[form]
-    args = {"extend": case.extend_args, "unified": case.unified_args, "decode": case.decode_args}[form]()
-    return call(*args, **case.options, **more, return_lse=return_lse, out=case.poisoned_out(), backend=backend)
+    call = {
+        "extend": extend_attention,
+        "unified": extend_attention_unified,
+        "decode": decode_attention,
+    }[form]
+    args = {"extend": case.extend_args, "unified": case.unified_args, "decode": case.decode_args}[
+        form
+    ]()
+    return call(
+        *args,
+        **case.options,
+        **more,
+        return_lse=return_lse,
+        out=case.poisoned_out(),
+        backend=backend,
+    )
 
 
 def check(case: Case, backend: str, forms: str = "extend unified") -> None:
-    """Compare the named forms with the oracle, without and with the log-sum-exp (a path of its own in PyTorch)."""
+    """Compare the named forms with the oracle, without and with the log-sum-exp (a path of its own
+    in PyTorch)."""
     for form in forms.split():
         want, want_lse = getattr(case, f"want_{form}")()
         out, lse = attend(form, case, backend, return_lse=True)
@@ -136,8 +170,8 @@ def make_case(
     prefix, new
         Lengths of each request.
     d, d_v
-        Head sizes of keys and values (`d_v` defaults to `d`); with `shared_kv` the values are the first `d_v` columns
-        of the key pool, as in MLA.
+        Head sizes of keys and values (`d_v` defaults to `d`); with `shared_kv` the values are the
+        first `d_v` columns of the key pool, as in MLA.
     kv_dtype, k_scale, v_scale
         How the pool stores: value / scale.
     """
@@ -147,9 +181,15 @@ def make_case(
     pages = [-(-t // page_size) for t in total]
     order = 1 + torch.randperm(sum(pages) + 3, generator=gen)  # three pages stay unused, and page 0
     slots = (len(order) + 1) * page_size
-    k_pool, v_pool = torch.full((slots, kv_heads, d), torch.nan), torch.full((slots, kv_heads, d_v), torch.nan)
+    k_pool, v_pool = (
+        torch.full((slots, kv_heads, d), torch.nan),
+        torch.full((slots, kv_heads, d_v), torch.nan),
+    )
     q = torch.randn(tokens, q_heads, d, generator=gen)
-    k, v = torch.randn(tokens, kv_heads, d, generator=gen), torch.randn(tokens, kv_heads, d_v, generator=gen)
+    k, v = (
+        torch.randn(tokens, kv_heads, d, generator=gen),
+        torch.randn(tokens, kv_heads, d_v, generator=gen),
+    )
     if shared_kv:
         v = k[..., :d_v]
 
@@ -161,18 +201,27 @@ def make_case(
         lists.append(listed)
         rows = slice(first_row, first_row + new[r])
         first_row += new[r]
-        k_pool[listed] = torch.cat((torch.randn(prefix[r], kv_heads, d, generator=gen), k[rows])) / k_scale
-        v_pool[listed] = torch.cat((torch.randn(prefix[r], kv_heads, d_v, generator=gen), v[rows])) / v_scale
+        k_pool[listed] = (
+            torch.cat((torch.randn(prefix[r], kv_heads, d, generator=gen), k[rows])) / k_scale
+        )
+        v_pool[listed] = (
+            torch.cat((torch.randn(prefix[r], kv_heads, d_v, generator=gen), v[rows])) / v_scale
+        )
 
     k_cache = k_pool.to(dtype).to(kv_dtype).to(device)
     v_cache = k_cache[..., :d_v] if shared_kv else v_pool.to(dtype).to(kv_dtype).to(device)
     ints = {"dtype": index_dtype, "device": device}
 
     def indptr(lengths: list[int]) -> Tensor:
-        return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], **ints)
+        return torch.tensor(
+            [0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], **ints
+        )
 
     none = [torch.empty(0, dtype=torch.int64)]
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    moved = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in options.items()
+    }
     if (k_scale, v_scale) != (1.0, 1.0):
         moved |= {"k_scale": k_scale, "v_scale": v_scale}
     return Case(
@@ -191,7 +240,9 @@ def make_case(
     )
 
 
-def random_mask(prefix: list[int], new: list[int], seed: int = 0, keep: float = 0.6) -> dict[str, Tensor]:
+def random_mask(
+    prefix: list[int], new: list[int], seed: int = 0, keep: float = 0.6
+) -> dict[str, Tensor]:
     """A custom mask for these lengths, some of whose rows may be empty."""
     sizes = [n * (p + n) for p, n in zip(prefix, new, strict=True)]
     gen = torch.Generator().manual_seed(seed)

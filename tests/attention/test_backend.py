@@ -17,9 +17,12 @@ PAGE = 4
 
 
 class Engine:
-    """Just enough of an engine: requests grow in pages, and every K and V is remembered to check against."""
+    """Just enough of an engine: requests grow in pages, and every K and V is remembered to check
+    against."""
 
-    def __init__(self, way: Any, layers: list[LayerAttention], latent: bool = False, **options: Any) -> None:
+    def __init__(
+        self, way: Any, layers: list[LayerAttention], latent: bool = False, **options: Any
+    ) -> None:
         self.device, self.layers, n = way.device, layers, len(layers)
         self.q_heads, self.kv_heads, self.d = (3, 1, 24) if latent else (4, 2, 16)
         self.d_v = 16
@@ -30,9 +33,18 @@ class Engine:
         for layer in range(n):  # unwritten slots must never matter
             self.pool.k(layer).fill_(torch.nan)
             self.pool.v(layer).fill_(torch.nan)
-        self.allocator, self.table = PagedAllocator(64, PAGE, self.device), RequestTable(4, 32, self.device)
+        self.allocator, self.table = (
+            PagedAllocator(64, PAGE, self.device),
+            RequestTable(4, 32, self.device),
+        )
         self.attention = AttentionBackend(
-            self.pool, self.table, page_size=PAGE, q_heads=self.q_heads, backend=way.backend, max_requests=4, **options
+            self.pool,
+            self.table,
+            page_size=PAGE,
+            q_heads=self.q_heads,
+            backend=way.backend,
+            max_requests=4,
+            **options,
         )
         self.rows, self.lens = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
 
@@ -45,7 +57,10 @@ class Engine:
     def step(self, new: list[int], decode: bool = False) -> None:
         """Append `new[i]` tokens to request i and check every layer's output."""
         before, self.lens = self.lens, self.lens + torch.tensor(new)
-        last = [int(self.table.table[r, n - 1]) if n else -1 for r, n in zip(self.rows, before, strict=True)]
+        last = [
+            int(self.table.table[r, n - 1]) if n else -1
+            for r, n in zip(self.rows, before, strict=True)
+        ]
         last_loc = torch.tensor(last, device=self.device)
         slots = self.allocator.alloc_extend(before, self.lens, last_loc, sum(new))
         assert slots is not None
@@ -72,7 +87,10 @@ class Engine:
             return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(self.device)
 
         slots = torch.cat(
-            [self.table.table[r, :n] for r, n in zip(self.rows.tolist(), self.lens.tolist(), strict=True)]
+            [
+                self.table.table[r, :n]
+                for r, n in zip(self.rows.tolist(), self.lens.tolist(), strict=True)
+            ]
         )
         return reference_attention(
             q,
@@ -89,7 +107,11 @@ class Engine:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_life_of_chunks_and_decode_steps(way, deterministic):
     sinks = torch.tensor([0.5, -1.0, 0.0, 2.0], device=way.device)
-    engine = Engine(way, [LayerAttention(), LayerAttention(sliding_window=2, sinks=sinks)], deterministic=deterministic)
+    engine = Engine(
+        way,
+        [LayerAttention(), LayerAttention(sliding_window=2, sinks=sinks)],
+        deterministic=deterministic,
+    )
     engine.add(2)
     engine.step([6, 3])
     engine.step([1, 1], decode=True)
@@ -119,20 +141,28 @@ def test_padded_rows_of_a_graph(way):
     engine = Engine(way, [LayerAttention()])
     engine.add(2)
     engine.step([5, 3])
-    rows, lens = torch.cat((engine.rows, torch.zeros(2, dtype=torch.int64))), torch.tensor([5, 3, 1, 1])
-    slots = torch.tensor([*(int(engine.table.table[r, n - 1]) for r, n in zip([1, 2], [5, 3], strict=True)), 0, 0])
+    rows, lens = (
+        torch.cat((engine.rows, torch.zeros(2, dtype=torch.int64))),
+        torch.tensor([5, 3, 1, 1]),
+    )
+    slots = torch.tensor(
+        [*(int(engine.table.table[r, n - 1]) for r, n in zip([1, 2], [5, 3], strict=True)), 0, 0]
+    )
     engine.attention.begin_decode(rows, lens, slots.to(way.device))
-    q, k = torch.randn(4, 4, 16).to(way.device), torch.full((4, 2, 16), torch.nan, device=way.device)
+    q, k = (
+        torch.randn(4, 4, 16).to(way.device),
+        torch.full((4, 2, 16), torch.nan, device=way.device),
+    )
     k[:2] = 1.0
     got = engine.attention.forward(0, q, k, k, LayerAttention())
     assert got[:2].isfinite().all()
 
 
 def test_on_the_cpu_padding_is_worked_out_once_per_step_and_kind_of_layer(monkeypatch):
-    from minikv.attention import torch_path
+    from minikv.attention import cpu
 
-    calls, plan = [], torch_path.plan
-    monkeypatch.setattr(torch_path, "plan", lambda *a, **k: calls.append(1) or plan(*a, **k))
+    calls, plan = [], cpu.plan
+    monkeypatch.setattr(cpu, "plan", lambda *a, **k: calls.append(1) or plan(*a, **k))
     engine = Engine(Way("torch", "cpu"), [LayerAttention(), LayerAttention(sliding_window=3)] * 3)
     engine.add(1)
     engine.step([4])

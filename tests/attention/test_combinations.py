@@ -1,4 +1,5 @@
-"""All options in all combinations that make sense, on every way of running attention, against the oracle."""
+"""All options in all combinations that make sense, on every way of running attention, against the
+oracle."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def batches(draw: Any, way: Any, decode: bool = False) -> Case:
     interpreted = way == ("triton", "cpu")
     size = draw(st.integers(1, 2 if interpreted else 5))
     longest = 12 if interpreted else 60
-    lengths = st.lists(st.one_of(st.integers(0, 9), st.integers(0, longest)), min_size=size, max_size=size)
+    lengths = st.lists(
+        st.one_of(st.integers(0, 9), st.integers(0, longest)), min_size=size, max_size=size
+    )
     prefix, new = draw(lengths), [1] * size if decode else draw(lengths)
     latent = pick(False, False, True)
     d, d_v = pick(*(LATENT if latent else HEAD_SIZES))
@@ -35,7 +38,10 @@ def batches(draw: Any, way: Any, decode: bool = False) -> Case:
     if draw(st.booleans()):
         options["logit_cap"] = pick(0.5, 3.0)
     if draw(st.booleans()):
-        options |= {"xai_temperature_len": pick(2, 7), "xai_temperature_rule": pick("log", "inverse")}
+        options |= {
+            "xai_temperature_len": pick(2, 7),
+            "xai_temperature_rule": pick("log", "inverse"),
+        }
         if draw(st.booleans()):
             options["window_start"] = torch.arange(size, dtype=torch.int32) * 3
     if draw(st.booleans()):
@@ -44,7 +50,10 @@ def batches(draw: Any, way: Any, decode: bool = False) -> Case:
         options["causal"] = draw(st.booleans())
         if draw(st.booleans()):
             keep = pick(0.05, 0.6)
-            options |= {**random_mask(prefix, new, keep=keep), "skip_prefix_mask": draw(st.booleans())}
+            options |= {
+                **random_mask(prefix, new, keep=keep),
+                "skip_prefix_mask": draw(st.booleans()),
+            }
     k_scale, v_scale = (1.0, 1.0) if latent else pick((1.0, 1.0), (0.5, 2.0))
     return make_case(
         prefix,

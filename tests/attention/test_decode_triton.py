@@ -25,7 +25,14 @@ def case_of(lengths: list[int], **options: Any) -> Case:
 
 
 def poisoned_plan(case: Case, processors: int | None = 4, **options: Any) -> AttentionPlan:
-    plan = AttentionPlan(case.q.shape[0], case.q.shape[1], case.k_cache, case.v_cache, processors=processors, **options)
+    plan = AttentionPlan(
+        case.q.shape[0],
+        case.q.shape[1],
+        case.k_cache,
+        case.v_cache,
+        processors=processors,
+        **options,
+    )
     plan.partial.fill_(torch.nan)
     plan.partial_lse.fill_(torch.nan)
     return plan.update(case.kv_indptr.diff().cpu())
@@ -33,7 +40,12 @@ def poisoned_plan(case: Case, processors: int | None = 4, **options: Any) -> Att
 
 def run(case: Case, **arguments: Any) -> tuple[Tensor, Tensor]:
     return decode_attention(
-        *case.decode_args(), **case.options, return_lse=True, out=case.poisoned_out(), backend="triton", **arguments
+        *case.decode_args(),
+        **case.options,
+        return_lse=True,
+        out=case.poisoned_out(),
+        backend="triton",
+        **arguments,
     )
 
 
@@ -43,11 +55,21 @@ def check(case: Case, **arguments: Any) -> None:
     assert_close(lse, want_lse, case.q.dtype)
 
 
-SETS = {name: {k: v for k, v in o.items() if k != "causal"} for name, o in OPTION_SETS.items() if "causal" not in o}
+SETS = {
+    name: {k: v for k, v in o.items() if k != "causal"}
+    for name, o in OPTION_SETS.items()
+    if "causal" not in o
+}
 SETS["window_start"] = {"window_start": torch.tensor([7, 3, 2, 0, 1]), "xai_temperature_len": 4}
 SETS["sinks"] = {"sinks": torch.tensor([0.5, -1.0, 3.0, -torch.inf])}
 SETS["negative_scale"] = {"sm_scale": -0.5}
-SETS["all"] = {**SETS["sinks"], **SETS["window_start"], "logit_cap": 1.5, "sliding_window": 70, "sm_scale": 0.4}
+SETS["all"] = {
+    **SETS["sinks"],
+    **SETS["window_start"],
+    "logit_cap": 1.5,
+    "sliding_window": 70,
+    "sm_scale": 0.4,
+}
 
 
 @pytest.mark.parametrize("how", ["whole", "fixed", "planned"])
@@ -96,7 +118,9 @@ def test_b72_any_ratio_of_query_to_kv_heads(device):
 def test_b66_splits_without_keys_count_for_nothing(device, monkeypatch):
     case, empty = case_of([1, 2, 3, 9], device=device), torch.empty
     want = case.want_decode()
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))  # poisoned scratch
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan)
+    )  # poisoned scratch
     out, lse = run(case, num_kv_splits=8)
     monkeypatch.undo()
     assert_close(out, want[0])
@@ -110,7 +134,9 @@ def test_b62_unseen_slots_may_hold_nan(device):
             case = case_of(lengths, page_size=4, sliding_window=window, device=device)
             if window >= 0:
                 for r, end in enumerate(case.kv_indptr[1:].tolist()):
-                    hidden = case.kv_indices[int(case.kv_indptr[r]) : max(end - 1 - window, 0)].long()
+                    hidden = case.kv_indices[
+                        int(case.kv_indptr[r]) : max(end - 1 - window, 0)
+                    ].long()
                     case.k_cache[hidden], case.v_cache[hidden] = torch.nan, torch.nan
             for splits in (1, 3):
                 check(case, num_kv_splits=splits)
@@ -128,9 +154,13 @@ def test_b74_tail_of_the_last_page_is_never_visible(device):
 def test_b56_a_window_of_w_sees_w_plus_one_keys(device):
     case = case_of([11], q_heads=1, kv_heads=1, device=device)
     case.k_cache[:] = 0
-    case.v_cache[case.kv_indices.long()] = torch.arange(11.0, device=device)[:, None, None].expand(11, 1, 16)
+    case.v_cache[case.kv_indices.long()] = torch.arange(11.0, device=device)[:, None, None].expand(
+        11, 1, 16
+    )
     for window, want in ((3, 8.5), (0, 10.0), (10, 5.0), (99, 5.0)):
-        assert run(case.with_options(sliding_window=window))[0].flatten()[0].item() == pytest.approx(want)
+        assert run(case.with_options(sliding_window=window))[0].flatten()[
+            0
+        ].item() == pytest.approx(want)
 
 
 def test_b59_b61_cap_acts_on_the_natural_logit_and_never_overflows(device):
@@ -138,10 +168,14 @@ def test_b59_b61_cap_acts_on_the_natural_logit_and_never_overflows(device):
     case.q[:] = 0
     case.q[..., 0] = 1
     case.k_cache[case.kv_indices.long()] = 0
-    case.v_cache[case.kv_indices.long()] = torch.tensor([1.0, 0.0], device=device)[:, None, None].expand(2, 1, 16)
+    case.v_cache[case.kv_indices.long()] = torch.tensor([1.0, 0.0], device=device)[
+        :, None, None
+    ].expand(2, 1, 16)
     for logit, cap, want in ((10, 5, 0.99200), (200, 1, 0.73106), (-200, 1, 0.26894)):
         case.k_cache[case.kv_indices[0].long(), 0, 0] = logit
-        assert run(case.with_options(logit_cap=float(cap)))[0][0, 0, 0].item() == pytest.approx(want, abs=2e-5)
+        assert run(case.with_options(logit_cap=float(cap)))[0][0, 0, 0].item() == pytest.approx(
+            want, abs=2e-5
+        )
 
 
 def test_b69_logits_beyond_half_precision(device):
@@ -191,7 +225,12 @@ def test_index_dtypes_strides_and_empty_batches(device):
     case.q = wide[..., 16:32]
     check(case)
     none = decode_attention(
-        case.q[:0], case.k_cache, case.v_cache, case.kv_indptr[:1], case.kv_indices[:0], backend="triton"
+        case.q[:0],
+        case.k_cache,
+        case.v_cache,
+        case.kv_indptr[:1],
+        case.kv_indices[:0],
+        backend="triton",
     )
     assert none.shape == (0, 4, 16)
 
@@ -238,17 +277,24 @@ def test_half_precision(device):
 def test_full_size(shape, dtype):
     lengths = [4096, 1, 0, 1000, 63, 64, 65, 2047]
     sinks = torch.linspace(-1, 3, shape["q_heads"])
-    for options in ({}, {"sinks": sinks, "logit_cap": 20.0, "sliding_window": 700, "xai_temperature_len": 512}):
+    for options in (
+        {},
+        {"sinks": sinks, "logit_cap": 20.0, "sliding_window": 700, "xai_temperature_len": 512},
+    ):
         case = case_of(lengths, page_size=16, dtype=dtype, device="cuda", **shape, **options)
         check(case)
         check(case, num_kv_splits=5)
-        check(case, plan=poisoned_plan(case, None, sliding_window=options.get("sliding_window", -1)))
+        check(
+            case, plan=poisoned_plan(case, None, sliding_window=options.get("sliding_window", -1))
+        )
 
 
 @pytest.mark.gpu
 def test_many_short_uneven_requests():
     lengths = [int(64 * 32 ** (i / 63)) for i in range(64)]
-    case = case_of(lengths, q_heads=32, kv_heads=8, d=128, dtype=torch.bfloat16, device="cuda", page_size=16)
+    case = case_of(
+        lengths, q_heads=32, kv_heads=8, d=128, dtype=torch.bfloat16, device="cuda", page_size=16
+    )
     check(case, plan=poisoned_plan(case, None))
     check(case)
 
@@ -256,14 +302,22 @@ def test_many_short_uneven_requests():
 @pytest.mark.gpu
 def test_fp8_pool():
     case = case_of(
-        [700, 33], d=128, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=2.0, device="cuda"
+        [700, 33],
+        d=128,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.float8_e4m3fn,
+        k_scale=0.5,
+        v_scale=2.0,
+        device="cuda",
     )
     check(case, num_kv_splits=3)
 
 
 @pytest.mark.gpu
 def test_one_plan_serves_a_captured_graph_as_lengths_change():
-    case = case_of([3000, 3000, 3000, 3000], q_heads=32, kv_heads=8, d=128, dtype=torch.bfloat16, device="cuda")
+    case = case_of(
+        [3000, 3000, 3000, 3000], q_heads=32, kv_heads=8, d=128, dtype=torch.bfloat16, device="cuda"
+    )
     starts = case.kv_indptr.clone()
     plan = AttentionPlan(4, 32, case.k_cache, case.v_cache).update(torch.tensor([1, 1, 1, 1]))
     out = case.poisoned_out()

@@ -1,4 +1,5 @@
-"""The two-stage kernel: what its launcher chooses (splits, grid, tiles) never changes what it computes."""
+"""The two-stage kernel: what its launcher chooses (splits, grid, tiles) never changes what it
+computes."""
 
 from __future__ import annotations
 
@@ -9,14 +10,23 @@ from cases import check as check_case
 
 from minikv.attention import descriptors, extend_attention, options
 from minikv.attention.extend import launch
-from minikv.attention.tiles import Tiles, extend_tiles, grid_places, prefix_splits, shared_bytes, unified_tiles
+from minikv.attention.tiles import (
+    Tiles,
+    extend_tiles,
+    grid_places,
+    prefix_splits,
+    shared_bytes,
+    unified_tiles,
+)
 
 PREFIX, NEW = [40, 0, 5], [35, 7, 0]
 SMALL = Tiles(32, 32, 4, 1)
 BIG = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def check(case: Case, tiles: Tiles | None = None, splits: int | None = None, longest: int | None = None) -> None:
+def check(
+    case: Case, tiles: Tiles | None = None, splits: int | None = None, longest: int | None = None
+) -> None:
     opts = options.check_extend(*case.extend_args(), **case.options)
     result = launch(*case.extend_args(), opts, longest, True, case.poisoned_out(), tiles, splits)
     assert isinstance(result, tuple)
@@ -27,7 +37,9 @@ def check(case: Case, tiles: Tiles | None = None, splits: int | None = None, lon
 
 @pytest.mark.parametrize("name", ["plain", "window", "cap_and_temperature", "scale0"])
 def test_splits_of_the_prefix_change_nothing(device, name):
-    check(make_case(PREFIX, NEW, q_heads=1, kv_heads=1, device=device, **OPTION_SETS[name]), SMALL, 2)
+    check(
+        make_case(PREFIX, NEW, q_heads=1, kv_heads=1, device=device, **OPTION_SETS[name]), SMALL, 2
+    )
 
 
 def test_equal_parts_end_inside_the_new_keys(device):
@@ -35,7 +47,11 @@ def test_equal_parts_end_inside_the_new_keys(device):
 
 
 def test_split_prefix_counts_the_sink_once(device):
-    check(make_case([70], [5], q_heads=2, kv_heads=1, device=device, sinks=torch.tensor([0.5, 3.0])), SMALL, 3)
+    check(
+        make_case([70], [5], q_heads=2, kv_heads=1, device=device, sinks=torch.tensor([0.5, 3.0])),
+        SMALL,
+        3,
+    )
 
 
 def test_more_splits_than_keys(device):
@@ -48,13 +64,20 @@ def test_both_grids_reach_every_row(device, longest):
 
 
 def test_a_compact_grid_serves_many_empty_requests(device):
-    check(make_case([0] * 9 + [3], [0] * 4 + [33] + [0] * 4 + [2], q_heads=1, kv_heads=1, device=device), SMALL)
+    check(
+        make_case(
+            [0] * 9 + [3], [0] * 4 + [33] + [0] * 4 + [2], q_heads=1, kv_heads=1, device=device
+        ),
+        SMALL,
+    )
 
 
 @pytest.mark.parametrize("skip", [False, True])
 def test_custom_masks_in_splits(device, skip):
     masks = random_mask(PREFIX, NEW)
-    case = make_case(PREFIX, NEW, q_heads=1, kv_heads=1, device=device, skip_prefix_mask=skip, **masks)
+    case = make_case(
+        PREFIX, NEW, q_heads=1, kv_heads=1, device=device, skip_prefix_mask=skip, **masks
+    )
     check(case, SMALL, 2)
 
 
@@ -63,7 +86,9 @@ def test_negative_scales_take_the_masked_loop(device, scales):
     check(make_case([40], [5], q_heads=1, kv_heads=1, device=device, **scales), SMALL)
 
 
-@pytest.mark.parametrize("d", [(48, 48), (80, 80), (96, 64), (112, 112), (192, 128), (288, 256), (576, 512)])
+@pytest.mark.parametrize(
+    "d", [(48, 48), (80, 80), (96, 64), (112, 112), (192, 128), (288, 256), (576, 512)]
+)
 def test_head_sizes(device, d):
     check(make_case([20], [3], q_heads=1, kv_heads=1, d=d[0], d_v=d[1], device=device))
 
@@ -77,7 +102,8 @@ def test_strided_inputs(device):
 
 def test_int64_offsets_reach_beyond_two_gibibytes(device):
     case = make_case([3], [2], q_heads=1, kv_heads=1, device=device)
-    # A view that strides far: slot s lies s * stride elements on, without so much memory being touched.
+    # A view that strides far: slot s lies s * stride elements on, without so much memory being
+    # touched.
     far = 1 << 20
     for name in ("k_cache", "v_cache"):
         cache = getattr(case, name)
@@ -95,11 +121,25 @@ def test_fp16_in_both_modes(device):
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_b64_tiles_are_large_enough_for_a_dot_and_fit_the_chip(capability, dtype):
-    for d, d_v in ((16, 16), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (288, 256), (576, 512)):
-        for tiles in (extend_tiles(capability, d, d_v, dtype), unified_tiles(capability, d, d_v, dtype)):
+    for d, d_v in (
+        (16, 16),
+        (64, 64),
+        (80, 80),
+        (128, 128),
+        (192, 128),
+        (256, 256),
+        (288, 256),
+        (576, 512),
+    ):
+        for tiles in (
+            extend_tiles(capability, d, d_v, dtype),
+            unified_tiles(capability, d, d_v, dtype),
+        ):
             assert min(tiles.block_m, tiles.block_n) >= 16
             held = tiles.num_stages * tiles.block_n * (d + d_v)  # keys and values in flight
-            if d < 576 or dtype != torch.float32:  # fp32 MLA, at the least tile, needs a server's chip
+            if (
+                d < 576 or dtype != torch.float32
+            ):  # fp32 MLA, at the least tile, needs a server's chip
                 assert held * dtype.itemsize <= shared_bytes(capability)
 
 
@@ -108,8 +148,13 @@ def test_the_grid_has_room_for_every_tile():
         tokens, batch = sum(lengths), len(lengths)
         for longest in (None, max(lengths)):
             compact, places = grid_places(tokens, batch, 64, 1, longest)
-            assert places >= (sum(-(-n // 64) for n in lengths) if compact else -(-max(lengths) // 64))
-    assert grid_places(8 * 64, 8, 64, 1, 64) == (False, 1)  # even batches: no search, no empty programs
+            assert places >= (
+                sum(-(-n // 64) for n in lengths) if compact else -(-max(lengths) // 64)
+            )
+    assert grid_places(8 * 64, 8, 64, 1, 64) == (
+        False,
+        1,
+    )  # even batches: no search, no empty programs
     assert grid_places(1000, 100, 64, 1, 901)[0]  # ragged: compact
 
 
@@ -122,9 +167,15 @@ def test_the_prefix_is_split_only_where_the_chip_would_idle():
 def test_descriptors_are_refused_where_the_copy_engine_cannot_go():
     k = torch.zeros(4, 2, 64, dtype=torch.float16)
     tiles = Tiles(64, 64, 4, 3, descriptors=True)
-    assert descriptors.of_rows(k.transpose(0, 1), k, tiles, 64) == (None, None)  # heads are not adjacent
+    assert descriptors.of_rows(k.transpose(0, 1), k, tiles, 64) == (
+        None,
+        None,
+    )  # heads are not adjacent
     assert descriptors.of_rows(k[..., :63], k, tiles, 32) == (None, None)
-    assert descriptors.of_rows(k, k[..., :48].contiguous(), tiles, 64) == (None, None)  # 48 is no power of two
+    assert descriptors.of_rows(k, k[..., :48].contiguous(), tiles, 64) == (
+        None,
+        None,
+    )  # 48 is no power of two
 
 
 @pytest.mark.parametrize("device", [BIG])
@@ -141,11 +192,25 @@ def test_descriptors_are_refused_where_the_copy_engine_cannot_go():
     ],
 )
 def test_full_size(device, dtype, prefix, new, heads, d):
-    sizes = {"q_heads": heads[0], "kv_heads": heads[1], "d": d[0], "d_v": d[1], "dtype": dtype, "page_size": 16}
+    sizes = {
+        "q_heads": heads[0],
+        "kv_heads": heads[1],
+        "d": d[0],
+        "d_v": d[1],
+        "dtype": dtype,
+        "page_size": 16,
+    }
     masks = {} if sum(new) > 600 else random_mask(prefix, new)
-    for option in ({}, {"sliding_window": 100}, {"logit_cap": 5.0, "xai_temperature_len": 64}, masks):
+    for option in (
+        {},
+        {"sliding_window": 100},
+        {"logit_cap": 5.0, "xai_temperature_len": 64},
+        masks,
+    ):
         case = make_case(prefix, new, device=device, **sizes, **option)
-        got = extend_attention(*case.extend_args(), **case.options, out=case.poisoned_out(), backend="triton")
+        got = extend_attention(
+            *case.extend_args(), **case.options, out=case.poisoned_out(), backend="triton"
+        )
         want, _ = extend_attention(
             *(x.float() if x.is_floating_point() else x for x in case.extend_args()),
             **case.options, backend="torch", return_lse=True,
@@ -156,7 +221,8 @@ def test_full_size(device, dtype, prefix, new, heads, d):
 
 @pytest.mark.parametrize("name", ["plain", "window", "not_causal"])
 def test_pages_that_hold_whole_tiles(device, name, monkeypatch):
-    """Tiles of the pool through descriptors give the bits of tiles through pointers, in both kernels."""
+    """Tiles of the pool through descriptors give the bits of tiles through pointers, in both
+    kernels."""
     asked = []
     real = descriptors.of_rows
     monkeypatch.setattr(descriptors, "of_rows", lambda *args: asked.append(args[0]) or real(*args))
@@ -179,7 +245,8 @@ def test_pages_that_hold_whole_tiles(device, name, monkeypatch):
 
 @pytest.mark.parametrize("device", [BIG])
 @pytest.mark.parametrize(
-    ("d", "d_v"), [(64, 64), (80, 80), (96, 96), (256, 256), (192, 128), (288, 256), (320, 256), (576, 512)]
+    ("d", "d_v"),
+    [(64, 64), (80, 80), (96, 96), (256, 256), (192, 128), (288, 256), (320, 256), (576, 512)],
 )
 def test_fp8_pool(d, d_v, device):
     """Head sizes with and without a tail block, through the tiles of each."""
@@ -198,4 +265,7 @@ def test_kernels_compile_for_gpus(arch):
 
     reports = compile_cases("attention_extend", arch=arch)
     assert reports
-    assert all(r["spill_bytes"] <= 96 or "mask" in r["name"] or "192/128 sm80" in r["name"] for r in reports)
+    assert all(
+        r["spill_bytes"] <= 96 or "mask" in r["name"] or "192/128 sm80" in r["name"]
+        for r in reports
+    )

@@ -29,7 +29,9 @@ def test_empty_requests_are_zero(way):
 
 
 def test_b69_logits_beyond_half_precision(way):
-    case = make_case([1], [1], q_heads=1, kv_heads=1, dtype=torch.float16, device=way.device, sm_scale=1.0)
+    case = make_case(
+        [1], [1], q_heads=1, kv_heads=1, dtype=torch.float16, device=way.device, sm_scale=1.0
+    )
     slots = case.kv_indices.long()
     case.q[:], case.k_cache[slots] = 70, 70
     case.v_cache[slots] = torch.tensor([1.0, 3.0]).to(case.v_cache)[:, None, None].expand(2, 1, 16)
@@ -38,7 +40,11 @@ def test_b69_logits_beyond_half_precision(way):
 
 def test_b72_any_ratio_of_heads(way):
     for q_heads, kv_heads in ((3, 1), (5, 1), (12, 2), (14, 2), (7, 7)):
-        check(make_case([3], [1], q_heads=q_heads, kv_heads=kv_heads, device=way.device), way.backend, "decode")
+        check(
+            make_case([3], [1], q_heads=q_heads, kv_heads=kv_heads, device=way.device),
+            way.backend,
+            "decode",
+        )
     with pytest.raises(ArgumentError, match="5 query heads cannot share 2 KV heads"):
         attend("decode", make_case([3], [1], q_heads=5, kv_heads=2, device=way.device), way.backend)
 
@@ -60,11 +66,17 @@ def test_b62_b74_only_visible_slots_matter(way):
 def test_latent_rows_whose_values_are_their_first_columns(way, latent):
     d, d_v = latent
     check(
-        make_case([6, 1], [1, 1], q_heads=4, kv_heads=1, d=d, d_v=d_v, shared_kv=True, device=way.device),
+        make_case(
+            [6, 1], [1, 1], q_heads=4, kv_heads=1, d=d, d_v=d_v, shared_kv=True, device=way.device
+        ),
         way.backend,
         "decode",
     )
 
 
 def test_scales_of_the_pool(way):
-    check(make_case([6, 1], [1, 1], k_scale=0.5, v_scale=4.0, device=way.device), way.backend, "extend unified decode")
+    check(
+        make_case([6, 1], [1, 1], k_scale=0.5, v_scale=4.0, device=way.device),
+        way.backend,
+        "extend unified decode",
+    )

@@ -9,10 +9,10 @@ import pytest
 import torch
 from cases import assert_close, attend, check, make_case, random_mask
 
-from minikv._triton import INTERPRETED, tl, triton
 from minikv.attention import decode_attention, extend_attention, extend_attention_unified
 from minikv.attention.tiles import capability_of, extend_tiles, unified_tiles
 from minikv.errors import ArgumentError
+from minikv.kernels.triton import INTERPRETED, tl, triton
 
 BOTH = ["extend", "unified"]
 
@@ -47,15 +47,26 @@ def test_b53_queries_are_the_last_positions_not_the_first(way, form):
 
 def test_b55_window_and_sinks_agree_in_both_kernels(way):
     sinks = torch.tensor([0.5, -1.0])
-    for options in ({}, {"sinks": sinks}, {"sliding_window": 3}, {"sliding_window": 3, "sinks": sinks}):
+    for options in (
+        {},
+        {"sinks": sinks},
+        {"sliding_window": 3},
+        {"sliding_window": 3, "sinks": sinks},
+    ):
         check(make_case([5], [3], q_heads=2, kv_heads=2, device=way.device, **options), way.backend)
 
 
 @pytest.mark.parametrize("form", BOTH)
 def test_b56_a_window_of_four_keys(way, form):
-    assert column(attend(form, counting(8, 3, way, sliding_window=3), way.backend))[2] == pytest.approx(8.5)
-    assert column(attend(form, counting(8, 3, way, sliding_window=0), way.backend)) == pytest.approx([8, 9, 10])
-    wide, none = (attend(form, counting(8, 3, way, **o), way.backend) for o in ({"sliding_window": 11}, {}))
+    assert column(attend(form, counting(8, 3, way, sliding_window=3), way.backend))[
+        2
+    ] == pytest.approx(8.5)
+    assert column(
+        attend(form, counting(8, 3, way, sliding_window=0), way.backend)
+    ) == pytest.approx([8, 9, 10])
+    wide, none = (
+        attend(form, counting(8, 3, way, **o), way.backend) for o in ({"sliding_window": 11}, {})
+    )
     assert_close(wide, none)
 
 
@@ -93,7 +104,9 @@ def test_b61_a_cap_survives_large_logits(way, form):
 @pytest.mark.parametrize("lengths", [(1, 2), (6, 3)])
 def test_b62_unused_and_out_of_window_slots_may_hold_nan(way, lengths):
     for window in (-1, 3):
-        case = make_case([lengths[0]], [lengths[1]], page_size=4, device=way.device, sliding_window=window)
+        case = make_case(
+            [lengths[0]], [lengths[1]], page_size=4, device=way.device, sliding_window=window
+        )
         unseen = case.kv_indices[: max(lengths[0] - window, 0) if window >= 0 else 0].long()
         case.k_cache[unseen], case.v_cache[unseen] = torch.nan, torch.nan
         assert case.k_cache[0].isnan().all()
@@ -104,7 +117,12 @@ def test_b62_keys_that_a_mask_hides_from_all_may_hold_nan(way):
     mask = torch.ones(2, 5, dtype=torch.bool)
     mask[:, [1, 4]] = False  # one of the prefix, one of the new
     case = make_case(
-        [3], [2], device=way.device, custom_mask=mask.flatten(), mask_indptr=torch.tensor([0, 10]), page_size=4
+        [3],
+        [2],
+        device=way.device,
+        custom_mask=mask.flatten(),
+        mask_indptr=torch.tensor([0, 10]),
+        page_size=4,
     )
     hidden = case.kv_indices[[1, 4]].long()
     case.k[1], case.v[1], case.k_cache[hidden], case.v_cache[hidden] = (torch.nan,) * 4
@@ -128,7 +146,9 @@ def test_b65_more_than_sixteen_query_heads_per_kv_head(way):
 
 @pytest.mark.parametrize("form", BOTH)
 def test_b69_logits_beyond_half_precision(way, form):
-    case = make_case([1], [1], q_heads=1, kv_heads=1, dtype=torch.float16, device=way.device, sm_scale=1.0)
+    case = make_case(
+        [1], [1], q_heads=1, kv_heads=1, dtype=torch.float16, device=way.device, sm_scale=1.0
+    )
     old, new = case.kv_indices.tolist()
     case.q[:], case.k[:], case.k_cache[[old, new]] = 70, 70, 70
     case.v[:], case.v_cache[new], case.v_cache[old] = 3, 3, 1
@@ -137,8 +157,12 @@ def test_b69_logits_beyond_half_precision(way, form):
 
 def test_b72_any_ratio_of_heads(way):
     slow = way == ("triton", "cpu")  # interpreted: a program per head, so the pairs with few heads
-    for q_heads, kv_heads in ((3, 1), (5, 1), (2, 2)) if slow else ((3, 1), (5, 1), (12, 2), (14, 2), (7, 7)):
-        check(make_case([3], [2], q_heads=q_heads, kv_heads=kv_heads, device=way.device), way.backend)
+    for q_heads, kv_heads in (
+        ((3, 1), (5, 1), (2, 2)) if slow else ((3, 1), (5, 1), (12, 2), (14, 2), (7, 7))
+    ):
+        check(
+            make_case([3], [2], q_heads=q_heads, kv_heads=kv_heads, device=way.device), way.backend
+        )
     with pytest.raises(ArgumentError, match="5 query heads cannot share 2 KV heads"):
         attend("extend", make_case([3], [2], q_heads=5, kv_heads=2, device=way.device), way.backend)
 
@@ -218,7 +242,9 @@ def test_a_mask_that_is_too_short_is_refused(form):
     case = make_case([1, 3], [2, 2], **random_mask([1, 3], [2, 2]))
     attend(form, case, "torch")
     case.options["custom_mask"] = case.options["custom_mask"][:-1]
-    with pytest.raises(ArgumentError, match=r"custom_mask.*too short: request 1 needs 2 × 5 entries from 6 on"):
+    with pytest.raises(
+        ArgumentError, match=r"custom_mask.*too short: request 1 needs 2 × 5 entries from 6 on"
+    ):
         attend(form, case, "torch")
 
 
@@ -230,7 +256,11 @@ def test_b62_blocks_of_unlike_size_hide_masked_keys(poison, way):
     values = pool.clone()
     values[2] = poison
     on = {"device": way.device}
-    lists = torch.tensor([0, 1, 3], **on), torch.tensor([0, 2, 3], **on), torch.tensor([1, 2, 3], **on)
+    lists = (
+        torch.tensor([0, 1, 3], **on),
+        torch.tensor([0, 2, 3], **on),
+        torch.tensor([1, 2, 3], **on),
+    )
     mask = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1, 1], dtype=torch.bool, **on)
     masked = {"custom_mask": mask, "mask_indptr": torch.tensor([0, 3, 9], **on)}
     out = extend_attention(q, q, q, pool, values, *lists, backend=way.backend, **masked)
@@ -266,6 +296,13 @@ def test_bounds_that_leave_the_batch_are_refused(name, bounds, backend):
 @pytest.mark.parametrize("prefix", [3, 0, -1])
 def test_prefix_lens_that_do_not_fit_the_list_are_refused(prefix):
     x, pool = torch.ones(2, 1, 16), torch.ones(8, 1, 16)
-    lists = torch.tensor([0, 2]), torch.tensor([0, 3]), torch.tensor([1, 2, 3]), torch.tensor([prefix])
-    with pytest.raises(ArgumentError, match=r"prefix_lens.*request 0 must be 3 listed slots less 2 new tokens"):
+    lists = (
+        torch.tensor([0, 2]),
+        torch.tensor([0, 3]),
+        torch.tensor([1, 2, 3]),
+        torch.tensor([prefix]),
+    )
+    with pytest.raises(
+        ArgumentError, match=r"prefix_lens.*request 0 must be 3 listed slots less 2 new tokens"
+    ):
         extend_attention_unified(x, pool, pool, *lists)

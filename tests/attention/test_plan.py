@@ -39,7 +39,9 @@ def test_every_visible_key_is_in_exactly_one_item(lengths, processors, window, p
     rows = []
     for r, length in enumerate(lengths):
         mine = sorted(item[1:] for item in items if item[0] == r)
-        assert [lo for lo, _, _ in mine[1:]] == [hi for _, hi, _ in mine[:-1]]  # one follows the other
+        assert [lo for lo, _, _ in mine[1:]] == [
+            hi for _, hi, _ in mine[:-1]
+        ]  # one follows the other
         assert all(lo % block == 0 for lo, _, _ in mine)
         first, last = mine[0][0], mine[-1][1]
         visible_from = 0 if window < 0 else max(0, length - 1 - window)
@@ -62,7 +64,11 @@ def test_every_visible_key_is_in_exactly_one_item(lengths, processors, window, p
 
 def test_a_small_batch_is_cut_into_one_wave_and_a_full_one_only_at_its_end():
     plan = AttentionPlan(256, 16, POOL, POOL, processors=132)
-    assert 0.8 * plan.chip(1)[0] <= len(items_of(plan.update(torch.tensor([32768])), [32768])) <= plan.chip(1)[0]
+    assert (
+        0.8 * plan.chip(1)[0]
+        <= len(items_of(plan.update(torch.tensor([32768])), [32768]))
+        <= plan.chip(1)[0]
+    )
     at_once = int(plan.chip(1)[1])
     assert len(items_of(plan.update(torch.full((at_once,), 4096)), [4096] * at_once)) == at_once
     full = items_of(plan.update(torch.full((256,), 4096)), [4096] * 256)
@@ -84,7 +90,8 @@ def test_a_plan_is_made_again_only_when_a_request_grew_by_a_tile():
 
 
 def test_an_interrupted_update_is_made_again(monkeypatch):
-    """Lengths of as many tiles as before would else be taken for planned, and read by the items of an older batch."""
+    """Lengths of as many tiles as before would else be taken for planned, and read by the items of
+    an older batch."""
     pool = torch.zeros(4096, 2, 64)
     plan = AttentionPlan(4, 4, pool, pool, processors=4).update(torch.tensor([900, 3, 1]))
 
@@ -112,7 +119,9 @@ def test_update_says_what_it_cannot_plan():
             plan.update(bad)
     for wrong in ({"max_requests": 0}, {"num_kv_splits": 0}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
-            AttentionPlan(**{"max_requests": 2, "q_heads": 4, "k_cache": POOL, "v_cache": POOL, **wrong})
+            AttentionPlan(
+                **{"max_requests": 2, "q_heads": 4, "k_cache": POOL, "v_cache": POOL, **wrong}
+            )
 
 
 def test_check_names_what_the_plan_was_made_for():

@@ -37,7 +37,8 @@ def _unified(prefix: int, new: int, **options: object) -> tuple[list[float], lis
 
 
 def _two_keys(scores: tuple[float, float], **options: object) -> float:
-    """Weight of the first of two keys whose scaled scores are given, as the output over values 1 and 0."""
+    """Weight of the first of two keys whose scaled scores are given, as the output over values 1
+    and 0."""
     q = torch.zeros(1, 1, 16)
     q[..., 0] = 1
     keys = torch.zeros(2, 1, 16)
@@ -81,7 +82,10 @@ def test_b61_a_cap_survives_large_logits() -> None:
 
 
 def test_b69_logits_beyond_half_precision() -> None:
-    q, keys = torch.full((1, 1, 16), 70.0, dtype=torch.float16), torch.full((2, 1, 16), 70.0, dtype=torch.float16)
+    q, keys = (
+        torch.full((1, 1, 16), 70.0, dtype=torch.float16),
+        torch.full((2, 1, 16), 70.0, dtype=torch.float16),
+    )
     values = torch.tensor([1.0, 3.0], dtype=torch.float16).view(2, 1, 1)
     out, lse = reference_attention(q, keys, values, _ints(0, 2), _ints(0, 1), sm_scale=1.0)
     assert out.item() == pytest.approx(2.0)
@@ -91,7 +95,12 @@ def test_b69_logits_beyond_half_precision() -> None:
 def test_a_sink_joins_the_denominator_once_and_not_the_lse() -> None:
     keys, values = _counting_pool(3)
     out, lse = reference_attention(
-        torch.zeros(1, 1, 16), keys, values, _ints(0, 3), _ints(0, 1, 2), sinks=torch.tensor([math.log(3.0)])
+        torch.zeros(1, 1, 16),
+        keys,
+        values,
+        _ints(0, 3),
+        _ints(0, 1, 2),
+        sinks=torch.tensor([math.log(3.0)]),
     )
     assert out.item() == pytest.approx((0 + 1 + 2) / 6)
     assert lse.item() == pytest.approx(math.log(3))
@@ -107,10 +116,16 @@ def test_temperatures() -> None:
 
     assert weight(0.5, xai_temperature_len=4) == pytest.approx(sigmoid(0.5 * 3 / 2))
     assert weight(0.5, xai_temperature_len=8) == pytest.approx(sigmoid(0.5))  # log: only beyond 8
-    assert weight(0.5, xai_temperature_len=8, xai_temperature_rule="inverse") == pytest.approx(sigmoid(0.5 * 8 / 9))
-    assert weight(0.5, xai_temperature_len=9, xai_temperature_rule="inverse") == pytest.approx(sigmoid(0.5))
+    assert weight(0.5, xai_temperature_len=8, xai_temperature_rule="inverse") == pytest.approx(
+        sigmoid(0.5 * 8 / 9)
+    )
+    assert weight(0.5, xai_temperature_len=9, xai_temperature_rule="inverse") == pytest.approx(
+        sigmoid(0.5)
+    )
     # The cap comes first: temperature multiplies what it leaves.
-    assert weight(10, logit_cap=1.0, xai_temperature_len=4) == pytest.approx(sigmoid(math.tanh(10) * 1.5))
+    assert weight(10, logit_cap=1.0, xai_temperature_len=4) == pytest.approx(
+        sigmoid(math.tanh(10) * 1.5)
+    )
 
 
 def test_scales_apply_to_the_pool_only() -> None:
@@ -136,24 +151,32 @@ def test_skip_prefix_mask_shows_the_prefix_and_keeps_the_width() -> None:
     assert _unified(2, 2, **options)[0] == pytest.approx([2.0, 2.5])
     assert _unified(2, 2, skip_prefix_mask=True, **options)[0] == pytest.approx([1.0, 1.5])
     # A window still applies beside the mask.
-    assert _unified(2, 2, skip_prefix_mask=True, sliding_window=1, **options)[0] == pytest.approx([1.5, 2.5])
+    assert _unified(2, 2, skip_prefix_mask=True, sliding_window=1, **options)[0] == pytest.approx(
+        [1.5, 2.5]
+    )
 
 
 def test_grouped_heads_share_their_kv_head() -> None:
     values = torch.tensor([[[1.0], [2.0]]])  # one slot, KV heads 0 and 1
-    out, _ = reference_attention(torch.zeros(1, 6, 16), torch.zeros(1, 2, 16), values, _ints(0, 1), _ints(0))
+    out, _ = reference_attention(
+        torch.zeros(1, 6, 16), torch.zeros(1, 2, 16), values, _ints(0, 1), _ints(0)
+    )
     assert out.flatten().tolist() == [1, 1, 1, 2, 2, 2]
 
 
 def test_the_three_forms_agree() -> None:
-    case = make_case([5, 0, 3], [1, 1, 1], sinks=torch.tensor([0.5, -1.0, 0.0, 2.0]), sliding_window=3)
+    case = make_case(
+        [5, 0, 3], [1, 1, 1], sinks=torch.tensor([0.5, -1.0, 0.0, 2.0]), sliding_window=3
+    )
     for got in (case.want_unified(), case.want_decode()):
         for a, b in zip(case.want_extend(), got, strict=True):
             torch.testing.assert_close(a, b)
 
 
 def test_unlisted_slots_and_empty_requests() -> None:
-    case = make_case([4, 0, 0, 2], [2, 0, 3, 0], page_size=4, **random_mask([4, 0, 0, 2], [2, 0, 3, 0]))
+    case = make_case(
+        [4, 0, 0, 2], [2, 0, 3, 0], page_size=4, **random_mask([4, 0, 0, 2], [2, 0, 3, 0])
+    )
     out, _ = case.want_extend()
     assert out.isfinite().all()
     assert case.k_cache.isnan().any()
@@ -181,7 +204,10 @@ def test_what_no_query_sees_may_be_nan() -> None:
         ({"window_start": torch.zeros(5, dtype=torch.int32)}, "window_start"),
         ({"custom_mask": torch.zeros(1, dtype=torch.bool)}, "mask_indptr"),
         ({"mask_indptr": _ints(0, 1, 2)}, "custom_mask"),
-        ({"custom_mask": torch.zeros(9, dtype=torch.uint8), "mask_indptr": _ints(0, 1, 2)}, "custom_mask"),
+        (
+            {"custom_mask": torch.zeros(9, dtype=torch.uint8), "mask_indptr": _ints(0, 1, 2)},
+            "custom_mask",
+        ),
         ({"k_cache": torch.zeros(9, 3, 16), "v_cache": torch.zeros(9, 3, 16)}, "q"),
         ({"k_cache": torch.zeros(9, 2, 8)}, "k_cache"),
         ({"k_cache": torch.zeros(9, 2, 16, dtype=torch.float64)}, "k_cache"),

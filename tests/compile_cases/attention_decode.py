@@ -34,8 +34,17 @@ def decode_case(
     d_v, pool = d_v or d, pool or dtype
     tiles = tiles or decode_tiles(divmod(arch, 10), d, d_v, group, BYTES[pool], shared)
     block_d, block_tail = head_blocks(d)
-    constexprs: dict[str, Any] = {"D": d, "DV": d_v, "BLOCK_H": tiles.block_h, "BLOCK_N": tiles.block_n}
-    constexprs |= {"BLOCK_D": block_d, "BLOCK_TAIL": block_tail, "BLOCK_DV": max(16, power_of_two(d_v))}
+    constexprs: dict[str, Any] = {
+        "D": d,
+        "DV": d_v,
+        "BLOCK_H": tiles.block_h,
+        "BLOCK_N": tiles.block_n,
+    }
+    constexprs |= {
+        "BLOCK_D": block_d,
+        "BLOCK_TAIL": block_tail,
+        "BLOCK_DV": max(16, power_of_two(d_v)),
+    }
     constexprs |= {"STRIDE_K": 8 * d, "STRIDE_V": 8 * d_v}
     constexprs |= {
         "V_IN_K": shared,
@@ -48,9 +57,16 @@ def decode_case(
     }
     constexprs |= {tensor: None for tensor in OPTIONAL if tensor not in tensors}
     signature = {"q": f"*{dtype}", "k_cache": f"*{pool}", "v_cache": f"*{pool}", "out": f"*{dtype}"}
-    signature |= {"partial": "*fp32", "partial_lse": "*fp32", "kv_indptr": "*i32", "kv_indices": "*i32"}
+    signature |= {
+        "partial": "*fp32",
+        "partial_lse": "*fp32",
+        "kv_indptr": "*i32",
+        "kv_indices": "*i32",
+    }
     signature |= {tensor: OPTIONAL[tensor] for tensor in tensors}
-    signature |= dict.fromkeys(("num_splits", "q_heads", "group", "window", "temperature_len"), "i32")
+    signature |= dict.fromkeys(
+        ("num_splits", "q_heads", "group", "window", "temperature_len"), "i32"
+    )
     signature |= dict.fromkeys(("scale", "v_scale", "cap"), "fp32")
     signature |= {f"stride_{s}": "i32" for s in STRIDES}
     return Case(
@@ -67,9 +83,21 @@ def decode_case(
 
 
 def merge_case(
-    name: str, d_v: int, arch: int, dtype: str = "bf16", planned: bool = True, sinks: bool = False, early: bool = False
+    name: str,
+    d_v: int,
+    arch: int,
+    dtype: str = "bf16",
+    planned: bool = True,
+    sinks: bool = False,
+    early: bool = False,
 ) -> Case:
-    signature = {"partial": "*fp32", "partial_lse": "*fp32", "out": f"*{dtype}", "lse": "*fp32", "kv_indptr": "*i32"}
+    signature = {
+        "partial": "*fp32",
+        "partial_lse": "*fp32",
+        "out": f"*{dtype}",
+        "lse": "*fp32",
+        "kv_indptr": "*i32",
+    }
     signature |= {"num_splits": "i32", "stride_ob": "i32", "stride_oh": "i32"}
     constexprs = {
         "DV": d_v,
@@ -82,14 +110,22 @@ def merge_case(
     for tensor, used, kind in (("merges", planned, "*i32"), ("sinks", sinks, "*fp32")):
         signature |= {tensor: kind} if used else {}
         constexprs |= {} if used else {tensor: None}
-    return Case(name, MERGE, signature, constexprs, ("partial", "partial_lse", "out"), (arch,), 4, 3)
+    return Case(
+        name, MERGE, signature, constexprs, ("partial", "partial_lse", "out"), (arch,), 4, 3
+    )
 
 
 ALL: dict[str, Any] = {"WINDOW": True, "CAP": True, "RULE": 1, "tensors": tuple(OPTIONAL)}
 
 
 def cases() -> list[Case]:
-    mla: dict[str, Any] = {"d": 576, "d_v": 512, "group": 128, "shared": True, "max_spill_bytes": 400}
+    mla: dict[str, Any] = {
+        "d": 576,
+        "d_v": 512,
+        "group": 128,
+        "shared": True,
+        "max_spill_bytes": 400,
+    }
     crowded = decode_tiles((9, 0), 128, 128, 4, 2, False).crowded
     return [
         decode_case("plain 128"),

@@ -1,4 +1,5 @@
-"""Extend kernels, two-stage and unified: head shapes, each option alone and all together, on the chips readers have."""
+"""Extend kernels, two-stage and unified: head shapes, each option alone and all together, on the
+chips readers have."""
 
 from __future__ import annotations
 
@@ -9,11 +10,20 @@ from compile_check import Case
 
 from minikv.attention.tiles import extend_tiles, head_blocks, power_of_two, unified_tiles
 
-TWO_STAGE, UNIFIED = "minikv.attention.extend:extend_kernel", "minikv.attention.unified:unified_kernel"
+TWO_STAGE, UNIFIED = (
+    "minikv.attention.extend:extend_kernel",
+    "minikv.attention.unified:unified_kernel",
+)
 MERGE = "minikv.attention.extend:merge_kernel"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 POINTERS = ("q", "k_cache", "v_cache", "out", "qo_indptr", "kv_indptr", "kv_indices")
-OPTIONAL = {"lse": "*fp32", "window_start": "*i64", "custom_mask": "*u8", "mask_indptr": "*i64", "sinks": "*fp32"}
+OPTIONAL = {
+    "lse": "*fp32",
+    "window_start": "*i64",
+    "custom_mask": "*u8",
+    "mask_indptr": "*i64",
+    "sinks": "*fp32",
+}
 SCALARS = ("batch", "steps", "places", "group", "window", "temperature_len")
 STRIDES = ("qt", "qh", "ot", "oh")
 SPILLS = 96  # bytes that a kernel may spill: both counts together, 12 words of stores and of loads
@@ -32,13 +42,30 @@ def extend_case(
     max_spill_bytes: int = SPILLS,
     **options: Any,
 ) -> Case:
-    """A kernel as its launcher would call it on a chip of this `arch`; `paged`: with pages that hold whole tiles."""
+    """A kernel as its launcher would call it on a chip of this `arch`; `paged`: with pages that
+    hold whole tiles."""
     d_v, pool = d_v or d, pool or dtype
     tiles = (unified_tiles if unified else extend_tiles)(divmod(arch, 10), d, d_v, DTYPES[dtype])
     block_d, block_tail = head_blocks(d)
-    constexprs: dict[str, Any] = {"D": d, "DV": d_v, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-    constexprs |= {"BLOCK_D": block_d, "BLOCK_TAIL": block_tail, "BLOCK_DV": max(16, power_of_two(d_v))}
-    constexprs |= {"CAUSAL": True, "WINDOW": False, "CAP": False, "RULE": 0, "MASK": 0, "COMPACT": False}
+    constexprs: dict[str, Any] = {
+        "D": d,
+        "DV": d_v,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+    }
+    constexprs |= {
+        "BLOCK_D": block_d,
+        "BLOCK_TAIL": block_tail,
+        "BLOCK_DV": max(16, power_of_two(d_v)),
+    }
+    constexprs |= {
+        "CAUSAL": True,
+        "WINDOW": False,
+        "CAP": False,
+        "RULE": 0,
+        "MASK": 0,
+        "COMPACT": False,
+    }
     constexprs |= {tensor: None for tensor in OPTIONAL if tensor not in tensors}
     signature = {"q": f"*{dtype}", "k_cache": f"*{pool}", "v_cache": f"*{pool}", "out": f"*{dtype}"}
     signature |= dict.fromkeys(("qo_indptr", "kv_indptr", "kv_indices"), "*i32")
@@ -47,16 +74,31 @@ def extend_case(
     strides = (*STRIDES, "kh", "vh")
     pointers = POINTERS
     described = {"k": block_d, "v": d_v} if tiles.descriptors and d_v == power_of_two(d_v) else {}
-    descs = {f"{x}_desc" if unified else f"{x}c_desc": width for x, width in described.items()} if paged else {}
+    descs = (
+        {f"{x}_desc" if unified else f"{x}c_desc": width for x, width in described.items()}
+        if paged
+        else {}
+    )
     if unified:
         signature |= {"prefix_lens": "*i32"}
         constexprs |= {"k_desc": None, "v_desc": None}
         constexprs |= {"stride_k": 8 * d, "stride_v": 8 * d_v}
     else:
         pointers, strides = (*pointers, "k", "v"), (*strides, "kch", "vch")
-        signature |= {"k": f"*{dtype}", "v": f"*{dtype}", "tokens": "i32", "num_splits": "i32", "k_scale": "fp32"}
+        signature |= {
+            "k": f"*{dtype}",
+            "v": f"*{dtype}",
+            "tokens": "i32",
+            "num_splits": "i32",
+            "k_scale": "fp32",
+        }
         constexprs |= {"PREFIX": True, "SPLIT": False}
-        constexprs |= {"stride_kt": 8 * d, "stride_vt": 8 * d_v, "stride_kc": 8 * d, "stride_vc": 8 * d_v}
+        constexprs |= {
+            "stride_kt": 8 * d,
+            "stride_vt": 8 * d_v,
+            "stride_kc": 8 * d,
+            "stride_vc": 8 * d_v,
+        }
         constexprs |= {"k_desc": None, "v_desc": None, "kc_desc": None, "vc_desc": None}
         descs |= {f"{x}_desc": width for x, width in described.items()}
         if options.get("SPLIT"):
@@ -79,10 +121,18 @@ def extend_case(
 
 
 def merge_case(arch: int) -> Case:
-    signature = {"partial": "*fp32", "partial_lse": "*fp32", "out": "*bf16", "lse": "*fp32", "sinks": "*fp32"}
+    signature = {
+        "partial": "*fp32",
+        "partial_lse": "*fp32",
+        "out": "*bf16",
+        "lse": "*fp32",
+        "sinks": "*fp32",
+    }
     signature |= dict.fromkeys(("rows", "heads", "num_splits", "stride_ot", "stride_oh"), "i32")
     constexprs = {"DV": 128, "BLOCK_R": 8, "BLOCK_DV": 128}
-    return Case("merge 128", MERGE, signature, constexprs, ("partial", "partial_lse", "out"), (arch,), 2)
+    return Case(
+        "merge 128", MERGE, signature, constexprs, ("partial", "partial_lse", "out"), (arch,), 2
+    )
 
 
 MASKS: dict[str, Any] = {"CAUSAL": False, "tensors": ("custom_mask", "mask_indptr")}
@@ -120,14 +170,24 @@ def cases() -> list[Case]:
         listed += [
             extend_case(f"unified 128 sm{arch}", arch=arch, unified=True),
             extend_case(f"unified all options 128 sm{arch}", arch=arch, unified=True, **ALL),
-            # 128 rows of 192 + 128 columns: 38 words too many for sm80's registers, 23 % faster on Hopper
-            extend_case(f"unified 192/128 sm{arch}", arch=arch, d=192, d_v=128, unified=True, max_spill_bytes=160),
+            # 128 rows of 192 + 128 columns: 38 words too many for sm80's registers, 23 % faster on
+            # Hopper
+            extend_case(
+                f"unified 192/128 sm{arch}",
+                arch=arch,
+                d=192,
+                d_v=128,
+                unified=True,
+                max_spill_bytes=160,
+            ),
         ]
     for d, d_v in ((64, 64), (80, 80), (128, 128), (192, 128), (576, 512)):
         listed.append(extend_case(f"plain {d}/{d_v} sm80", d=d, d_v=d_v, arch=80))
     for arch in (86, 89):
         listed.append(extend_case(f"plain 128 sm{arch}", arch=arch))
-        listed.append(extend_case(f"unified 576/512 sm{arch}", arch=arch, d=576, d_v=512, unified=True))
+        listed.append(
+            extend_case(f"unified 576/512 sm{arch}", arch=arch, d=576, d_v=512, unified=True)
+        )
     listed += [
         extend_case("all options 128 sm80", arch=80, **ALL),
         extend_case("unified 256 sm86", arch=86, d=256, unified=True),

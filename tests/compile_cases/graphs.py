@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from compile_check import Case
 
-from minikv.graphs.advance import NAMES
+from minikv.engine.advance import NAMES
 
-FIRST_MAX = "minikv.graphs.first_max"
+FIRST_MAX = "minikv.engine.argmax"
 ADVANCE = {
     **dict.fromkeys((*NAMES, "tokens", "new_slots"), "*i64"),
     "table": "*i32",
@@ -20,7 +20,15 @@ def cases() -> list[Case]:
     sizes = {"VOCAB": 151936, "BLOCK": 8192, "DEPENDENT": True}
     parts = {"PARTS": 19, "BLOCK": 32, "DEPENDENT": True}
     return [
-        Case("advance", "minikv.graphs.advance:advance_kernel", ADVANCE, {"BLOCK": 256}, archs=(75, 90)),
+        Case(
+            "advance",
+            "minikv.engine.advance:advance_kernel",
+            ADVANCE,
+            {"BLOCK": 256},
+            archs=(75, 90),
+        ),
         Case("best of a part", f"{FIRST_MAX}:best_of_part_kernel", part, sizes, archs=(90,)),
-        Case("best of a row", f"{FIRST_MAX}:best_of_row_kernel", row, parts, archs=(90,), num_warps=1),
+        Case(
+            "best of a row", f"{FIRST_MAX}:best_of_row_kernel", row, parts, archs=(90,), num_warps=1
+        ),
     ]

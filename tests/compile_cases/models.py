@@ -6,43 +6,80 @@ from typing import Any
 
 from compile_check import Case
 
-from minikv.models import fused_linear, fused_product
+from minikv.models.fused import few_rows, one_row
 
 POINTERS = ("bias", "norm", "residual")
 
 
 def linear(
-    name: str, n: int, k: int, *parts: str, gated: bool = False, arch: int = 90, dtype: str = "bf16", tiles: Any = None
+    name: str,
+    n: int,
+    k: int,
+    *parts: str,
+    gated: bool = False,
+    arch: int = 90,
+    dtype: str = "bf16",
+    tiles: Any = None,
 ) -> Case:
     """One row; `tiles` for trials."""
-    tiles = tiles or fused_linear.tiles_of(n, k, gated)
-    signature = dict.fromkeys(("x", "weight", "out", *parts), f"*{dtype}") | {"n": "i32", "eps": "fp32"}
+    tiles = tiles or one_row.tiles_of(n, k, gated)
+    signature = dict.fromkeys(("x", "weight", "out", *parts), f"*{dtype}") | {
+        "n": "i32",
+        "eps": "fp32",
+    }
     constexprs = {p: None for p in POINTERS if p not in parts}
     constexprs |= {"K": k, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k}
     constexprs |= {"GATED": gated, "WARPS": tiles.num_warps, "DEPENDENT": arch >= 90}
     constexprs["AHEAD"] = k > tiles.block_k and n * k < 1 << 23
-    kernel = "minikv.models.fused_linear:one_row_kernel"
-    return Case(name, kernel, signature, constexprs, ("x", "weight", "out", *parts), (arch,), tiles.num_warps)
+    kernel = "minikv.models.fused.one_row:one_row_kernel"
+    return Case(
+        name,
+        kernel,
+        signature,
+        constexprs,
+        ("x", "weight", "out", *parts),
+        (arch,),
+        tiles.num_warps,
+    )
 
 
 def product(
-    name: str, rows: int, n: int, k: int, *parts: str, gated: bool = False, arch: int = 90, dtype: str = "bf16"
+    name: str,
+    rows: int,
+    n: int,
+    k: int,
+    *parts: str,
+    gated: bool = False,
+    arch: int = 90,
+    dtype: str = "bf16",
 ) -> Case:
-    tiles = fused_product.tiles_of(rows, n, gated, 4 if dtype == "fp32" else 2, divmod(arch, 10))
+    tiles = few_rows.tiles_of(rows, n, gated, 4 if dtype == "fp32" else 2, divmod(arch, 10))
     signature = dict.fromkeys(("x", "weight", *parts), f"*{dtype}") | {"rows": "i32", "n": "i32"}
     signature["out"] = f"*{dtype}" if tiles.parts == 1 else "*fp32"
     span = -(-k // tiles.parts // tiles.block_k) * tiles.block_k
     constexprs = {p: None for p in ("bias",) if p not in parts}
     constexprs |= {"K": k, "SPAN": span, "BLOCK_M": max(16, 1 << (rows - 1).bit_length())}
-    constexprs |= {"BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, "GATED": gated, "DEPENDENT": arch >= 90}
+    constexprs |= {
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "GATED": gated,
+        "DEPENDENT": arch >= 90,
+    }
     return Case(
-        name, "minikv.models.fused_product:few_rows_kernel", signature, constexprs, ("x", "weight", "out", *parts),
+        name, "minikv.models.fused.few_rows:few_rows_kernel", signature, constexprs, ("x", "weight", "out", *parts),
         (arch,), tiles.num_warps, tiles.num_stages,
     )  # fmt: skip
 
 
 def rotate(
-    name: str, q_heads: int, kv_heads: int, d: int, norm: bool, arch: int = 90, pool: str = "bf16", parts: int = 1
+    name: str,
+    q_heads: int,
+    kv_heads: int,
+    d: int,
+    norm: bool,
+    arch: int = 90,
+    pool: str = "bf16",
+    parts: int = 1,
 ) -> Case:
     tensors = ("qkv", "q", "cos", "sin", *(("q_norm", "k_norm") if norm else ()))
     signature = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(("k_cache", "v_cache"), f"*{pool}")
@@ -58,7 +95,9 @@ def rotate(
     }
     constexprs |= {"PARTS": parts, "SATURATE": pool == "fp8e4nv", "DEPENDENT": arch >= 90}
     aligned = (*tensors, "k_cache", "v_cache")
-    return Case(name, "minikv.models.fused_heads:rotate_kernel", signature, constexprs, aligned, (arch,), 1)
+    return Case(
+        name, "minikv.models.fused.qkv:rotate_kernel", signature, constexprs, aligned, (arch,), 1
+    )
 
 
 def rows(name: str, kernel: str, k: int, *tensors: str, dtype: str = "bf16") -> Case:
@@ -66,9 +105,19 @@ def rows(name: str, kernel: str, k: int, *tensors: str, dtype: str = "bf16") -> 
     signature = dict.fromkeys(tensors, f"*{dtype}") | ({"eps": "fp32"} if sum_up else {})
     constexprs = {"K": k, "BLOCK": block if sum_up else min(1024, block)}
     constexprs |= {"PARTS": 4} if sum_up else {}
-    constexprs |= {"DEPENDENT": True} | ({} if "delta" in tensors or not sum_up else {"delta": None})
-    module = f"minikv.models.fused_rows:{kernel}"
-    return Case(name, module, signature, constexprs, tensors, (90,), min(8, max(1, block // 512)) if sum_up else 4)
+    constexprs |= {"DEPENDENT": True} | (
+        {} if "delta" in tensors or not sum_up else {"delta": None}
+    )
+    module = f"minikv.models.fused.between:{kernel}"
+    return Case(
+        name,
+        module,
+        signature,
+        constexprs,
+        tensors,
+        (90,),
+        min(8, max(1, block // 512)) if sum_up else 4,
+    )
 
 
 def cases() -> list[Case]:

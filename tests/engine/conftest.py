@@ -1,4 +1,5 @@
-"""One thread for the small models of this room: a second one only waits, and on a busy machine waits long."""
+"""One thread for the small models of this room: a second one only waits, and on a busy machine
+waits long."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A model without weights: its KV is the tokens themselves, its next token a checksum of what the page table shows it.
+"""A model without weights: its KV is the tokens themselves, its next token a checksum of what the
+page table shows it.
 
-Any slot that two requests share by mistake, any stale line of the request table, any token computed at a wrong position
-changes the text, and the right text needs no engine to be known.
+Any slot that two requests share by mistake, any stale line of the request table, any token computed
+at a wrong position changes the text, and the right text needs no engine to be known.
 """
 
 from __future__ import annotations
@@ -36,7 +37,16 @@ def solo(prompt, n: int, stop_ids=()) -> list[int]:
 class Engine:
     """Scheduler, cache, allocator and table, with the checksum model on top."""
 
-    def __init__(self, size=64, page_size=4, max_requests=8, chunk_tokens=16, max_context=128, cache=True, **options):
+    def __init__(
+        self,
+        size=64,
+        page_size=4,
+        max_requests=8,
+        chunk_tokens=16,
+        max_context=128,
+        cache=True,
+        **options,
+    ):
         self.allocator = PagedAllocator(size, page_size)
         self.table = RequestTable(max_requests, max_context)
         self.cache = RadixCache(page_size, self.allocator, self.table, disable=not cache)
@@ -55,7 +65,10 @@ class Engine:
         self.batches: list = []
 
     def add(self, prompt, max_tokens=4, stop_ids=(), **params) -> Request:
-        params, most = SamplingParams(max_tokens=max_tokens, **params), self.scheduler.max_context + 1
+        params, most = (
+            SamplingParams(max_tokens=max_tokens, **params),
+            self.scheduler.max_context + 1,
+        )
         request = Request(len(self.requests) + 1, list(prompt), params, frozenset(stop_ids), most)
         self.scheduler.add(request)
         self.requests.append(request)
@@ -77,7 +90,9 @@ class Engine:
         assert len(set(slots.tolist())) == len(slots) == batch.num_tokens
         self.kv[slots] = batch.positions.numpy() * 1000 + batch.token_ids.numpy()
         tokens = []
-        for request, row, n in zip(batch.requests, batch.rows.tolist(), batch.seq_lens.tolist(), strict=True):
+        for request, row, n in zip(
+            batch.requests, batch.rows.tolist(), batch.seq_lens.tolist(), strict=True
+        ):
             seen = self.kv[self.table.table[row, :n].numpy()]
             if request in batch.sampled:
                 tokens.append(zlib.crc32(np.ascontiguousarray(seen).tobytes()) % VOCAB)

@@ -1,6 +1,8 @@
-"""Steps launched before the tokens of the one before are read: the same tokens, and nothing left behind.
+"""Steps launched before the tokens of the one before are read: the same tokens, and nothing left
+behind.
 
-On the CPU the decode steps are tapes, in sizes up to 4 of 6 requests: larger batches have none, and never run ahead.
+On the CPU the decode steps are tapes, in sizes up to 4 of 6 requests: larger batches have none, and
+never run ahead.
 """
 
 from __future__ import annotations
@@ -15,13 +17,25 @@ from worlds import give_graphs
 
 from minikv import LLM, SamplingParams
 
-OPTIONS: dict[str, Any] = {"page_size": 4, "max_requests": 6, "chunk_tokens": 32, "progress": False, "kv_tokens": 512}
+OPTIONS: dict[str, Any] = {
+    "page_size": 4,
+    "max_requests": 6,
+    "chunk_tokens": 32,
+    "progress": False,
+    "kv_tokens": 512,
+}
 on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def engines(device: str, **options: Any) -> tuple[LLM, LLM]:
     """One that never runs ahead, and one that does and counts the steps that followed another."""
-    options = {**OPTIONS, "device": device, "dtype": "float32", "graphs": device == "cuda", **options}
+    options = {
+        **OPTIONS,
+        "device": device,
+        "dtype": "float32",
+        "graphs": device == "cuda",
+        **options,
+    }
     plain, ahead = LLM("tiny", **options), LLM("tiny", **options)
     plain._ahead.enabled, ahead._ahead.enabled = False, True
     if device == "cpu":
@@ -42,12 +56,18 @@ def followed(llm: LLM) -> list[int]:
     return rows
 
 
-def load(n: int, seed: int, longest: int = 20, stops: int = 40) -> tuple[list[list[int]], list[SamplingParams]]:
+def load(
+    n: int, seed: int, longest: int = 20, stops: int = 40
+) -> tuple[list[list[int]], list[SamplingParams]]:
     draw = random.Random(seed)
     prompts = [[draw.randrange(256) for _ in range(draw.randrange(1, longest))] for _ in range(n)]
-    stop_ids = [tuple(draw.sample(range(512), stops)) for _ in range(n)]  # of 40, most outputs soon meet one
+    stop_ids = [
+        tuple(draw.sample(range(512), stops)) for _ in range(n)
+    ]  # of 40, most outputs soon meet one
     params = [
-        SamplingParams(max_tokens=draw.randrange(1, 40), temperature=0, stop_token_ids=s, ignore_eos=True)
+        SamplingParams(
+            max_tokens=draw.randrange(1, 40), temperature=0, stop_token_ids=s, ignore_eos=True
+        )
         for s in stop_ids
     ]
     return prompts, params
@@ -130,16 +150,22 @@ def test_single_steps_and_streams_never_run_ahead() -> None:
 @on_devices
 @pytest.mark.parametrize("n", [3, 6], ids=["padded", "without a graph of its size"])
 def test_steps_of_all_kinds_take_turns(n, device) -> None:
-    """Requests that come, are aborted and end amid flights; normal steps find everything where it must be."""
+    """Requests that come, are aborted and end amid flights; normal steps find everything where it
+    must be."""
     plain, ahead = engines(device)
     for seed in range(2):
         draw, rows = random.Random(seed), followed(ahead)
         prompts, params = load(16, 100 + seed)
-        want = [plain.generate(prompt, p)[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
+        want = [
+            plain.generate(prompt, p)[0].token_ids
+            for prompt, p in zip(prompts, params, strict=True)
+        ]
         coming = [ahead._request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         requests, aborted = list(coming), set[int]()
         while coming or ahead.scheduler.has_work:
-            while coming and (not ahead.scheduler.has_work or (draw.random() < 0.2 and _living(ahead) < n)):
+            while coming and (
+                not ahead.scheduler.has_work or (draw.random() < 0.2 and _living(ahead) < n)
+            ):
                 ahead.scheduler.add(coming.pop())
             kind = draw.choice(["ahead"] * 8 + ["land", "abort"])
             if kind == "ahead":
@@ -147,7 +173,9 @@ def test_steps_of_all_kinds_take_turns(n, device) -> None:
                 ahead._ahead.advance()
                 assert not (somebody_joins and ahead._ahead.flight), "who waits is not kept waiting"
                 for r in ahead.scheduler.running if device == "cpu" else ():
-                    assert ahead.table._ends[r.row] == ahead.table.end(r.row), "the host's count, and what is there"
+                    assert ahead.table._ends[r.row] == ahead.table.end(r.row), (
+                        "the host's count, and what is there"
+                    )
             elif kind == "land":
                 ahead._ahead.land()
                 ahead.step()
@@ -191,14 +219,21 @@ def test_an_interrupt_lands_what_was_launched(where, device) -> None:
     with pytest.raises(KeyboardInterrupt):
         ahead.generate([[1, 2, 3], [4, 5]], params)
     idle(ahead)
-    assert ahead.generate([1, 2, 3], params)[0].token_ids == plain.generate([1, 2, 3], params)[0].token_ids
+    assert (
+        ahead.generate([1, 2, 3], params)[0].token_ids
+        == plain.generate([1, 2, 3], params)[0].token_ids
+    )
     idle(ahead)
 
 
 @on_devices
 def test_a_request_whose_logits_break_ends_and_the_others_go_on(device) -> None:
     plain, ahead = engines(device)
-    params, real, calls = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True), ahead.runner._replay, []
+    params, real, calls = (
+        SamplingParams(max_tokens=20, temperature=0, ignore_eos=True),
+        ahead.runner._replay,
+        [],
+    )
 
     def broken(*args: Any) -> torch.Tensor:
         out = real(*args)
@@ -235,6 +270,8 @@ def test_many_requests_of_many_lengths_on_the_gpu() -> None:
     for seed in range(2):
         prompts, params = load(150, seed, longest=200, stops=4)
         want, got = plain.generate(prompts, params), ahead.generate(prompts, params)
-        assert [(o.token_ids, o.finish_reason) for o in got] == [(o.token_ids, o.finish_reason) for o in want]
+        assert [(o.token_ids, o.finish_reason) for o in got] == [
+            (o.token_ids, o.finish_reason) for o in want
+        ]
         idle(ahead)
     assert max(rows) > 40

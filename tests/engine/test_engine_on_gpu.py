@@ -21,7 +21,15 @@ TOKENS = 24
 
 
 def build(model: str, device: str, **options) -> LLM:
-    return LLM(model, device=device, kv_tokens=4096, page_size=16, max_requests=16, progress=False, **options)
+    return LLM(
+        model,
+        device=device,
+        kv_tokens=4096,
+        page_size=16,
+        max_requests=16,
+        progress=False,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +39,8 @@ def smollm2(model_file) -> str:
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_smollm2_says_what_the_cpu_says(smollm2, graphs) -> None:
-    """Greedy and fp32 on both; where a token differs first, the two best logits must be within 1e-3."""
+    """Greedy and fp32 on both; where a token differs first, the two best logits must be within
+    1e-3."""
     params = SamplingParams(max_tokens=TOKENS, temperature=0, logprobs=2)
     want = build(smollm2, "cpu", dtype="float32").generate(TEXTS, params)
     llm = build(smollm2, "cuda", dtype="float32", graphs=graphs)
@@ -39,14 +48,20 @@ def test_smollm2_says_what_the_cpu_says(smollm2, graphs) -> None:
     for text, a, b in zip(TEXTS, want, got, strict=True):
         print(repr(b.text))
         if a.token_ids != b.token_ids:
-            step = next(i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y)
+            step = next(
+                i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y
+            )
             best, second = sorted(a.logprobs[step].top.values(), reverse=True)[:2]
-            print(f"{text!r}: first difference at token {step}, gap of the two best {best - second:.2e}")
+            print(
+                f"{text!r}: first difference at token {step}, gap of the two best {best - second:.2e}"
+            )
             assert best - second < 1e-3
     llm.cache.check(owned=())
     assert llm.allocator.available_size() + llm.cache.evictable_size == llm.allocator.size
     again = llm.generate(TEXTS, SamplingParams(max_tokens=TOKENS, temperature=0))
-    assert [o.cached_tokens for o in again] == [(len(o.prompt_token_ids) - 1) // 16 * 16 for o in again]
+    assert [o.cached_tokens for o in again] == [
+        (len(o.prompt_token_ids) - 1) // 16 * 16 for o in again
+    ]
 
 
 def test_bf16_says_the_same_with_and_without_graphs(smollm2) -> None:
@@ -62,7 +77,10 @@ def test_bf16_says_the_same_with_and_without_graphs(smollm2) -> None:
 
 def test_batches_grow_and_shrink_the_same_with_graphs() -> None:
     prompts = [[(i * 7 + j) % 200 + 3 for j in range(5 + 3 * i)] for i in range(13)]
-    params = [SamplingParams(max_tokens=4 + 5 * (i % 4), temperature=0, ignore_eos=True) for i in range(13)]
+    params = [
+        SamplingParams(max_tokens=4 + 5 * (i % 4), temperature=0, ignore_eos=True)
+        for i in range(13)
+    ]
     outs = []
     for graphs in (False, True):
         llm = build("tiny", "cuda", dtype="float32", graphs=graphs)

@@ -1,4 +1,5 @@
-"""Output that keeps to a JSON schema: it always parses, ends with the grammar, and leaves other requests alone."""
+"""Output that keeps to a JSON schema: it always parses, ends with the grammar, and leaves other
+requests alone."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from worlds import give_graphs
 from minikv import LLM, SamplingParams, models
 from minikv.engine import grammar
 from minikv.errors import ArgumentError, StateError
-from minikv.models.download import model_path
+from minikv.models.files.download import model_path
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -44,7 +45,9 @@ def check(out, schema) -> None:
     assert (out.finish_reason, out.error) == ("stop", None)
     value = json.loads(out.text)
     jsonschema.validate(value, schema)
-    assert out.text == json.dumps(value, ensure_ascii=False) or "\\" in out.text, "spaced as json.dumps does"
+    assert out.text == json.dumps(value, ensure_ascii=False) or "\\" in out.text, (
+        "spaced as json.dumps does"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,14 @@ def tiny() -> LLM:
 
 @pytest.fixture(scope="module")
 def smollm2(model_file) -> LLM:
-    return LLM("smollm2-135m", device="cpu", dtype="float32", kv_tokens=2048, max_requests=8, progress=False)
+    return LLM(
+        "smollm2-135m",
+        device="cpu",
+        dtype="float32",
+        kv_tokens=2048,
+        max_requests=8,
+        progress=False,
+    )
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -67,7 +77,9 @@ def test_smollm2_writes_json_that_fits_the_schema(smollm2, temperature) -> None:
         "def f(x):\n    return {",
     ]
     params = [ruled(s, temperature=temperature, seed=i) for i, s in enumerate(SCHEMAS)]
-    for prompt, out, schema in zip(prompts, smollm2.generate(prompts, params), SCHEMAS, strict=True):
+    for prompt, out, schema in zip(
+        prompts, smollm2.generate(prompts, params), SCHEMAS, strict=True
+    ):
         print(repr(prompt), "->", out.text)
         check(out, schema)
     smollm2.cache.check(owned=())
@@ -77,12 +89,18 @@ def test_smollm2_writes_json_that_fits_the_schema(smollm2, temperature) -> None:
 def test_random_weights_write_json_too(tiny, temperature) -> None:
     for seed in range(3):
         params = [ruled(s, temperature=temperature, seed=seed) for s in SCHEMAS]
-        for out, schema in zip(tiny.generate(["a", "b", "c", "d", "e"], params), SCHEMAS, strict=True):
+        for out, schema in zip(
+            tiny.generate(["a", "b", "c", "d", "e"], params), SCHEMAS, strict=True
+        ):
             check(out, schema)
 
 
 def test_other_requests_of_the_batch_are_left_alone(tiny) -> None:
-    params = [FREE, ruled(PERSON, seed=1, temperature=1), SamplingParams(max_tokens=20, temperature=0, logprobs=1)]
+    params = [
+        FREE,
+        ruled(PERSON, seed=1, temperature=1),
+        SamplingParams(max_tokens=20, temperature=0, logprobs=1),
+    ]
     prompts = ["abc", "def", "ghi"]
     want = [tiny.generate(p, s)[0] for p, s in zip(prompts, params, strict=True)]
     got = tiny.generate(prompts, params)
@@ -92,7 +110,9 @@ def test_other_requests_of_the_batch_are_left_alone(tiny) -> None:
 
 def test_a_schema_goes_with_biases_penalties_and_logprobs(tiny) -> None:
     seven = dict.fromkeys(tiny.tokenizer.encode("7"), 50.0)
-    [out] = tiny.generate("x", ruled({"type": "integer", "minimum": 0, "maximum": 999}, logit_bias=seven))
+    [out] = tiny.generate(
+        "x", ruled({"type": "integer", "minimum": 0, "maximum": 999}, logit_bias=seven)
+    )
     assert out.text == "777"
     [out] = tiny.generate("x", ruled(PERSON, temperature=1, frequency_penalty=0.5, logprobs=2))
     check(out, PERSON)
@@ -102,7 +122,10 @@ def test_a_schema_goes_with_biases_penalties_and_logprobs(tiny) -> None:
 
 def test_it_streams_and_survives_retraction() -> None:
     small = LLM("tiny", device="cpu", kv_tokens=80, page_size=4, max_requests=4)
-    assert "".join(d.text for d in small.stream("q", ruled(PERSON))) == small.generate("q", ruled(PERSON))[0].text
+    assert (
+        "".join(d.text for d in small.stream("q", ruled(PERSON)))
+        == small.generate("q", ruled(PERSON))[0].text
+    )
     params = [ruled(PERSON, seed=i, temperature=1) for i in range(4)]
     want = [small.generate(f"{i}", p)[0].text for i, p in enumerate(params)]
     outs = small.generate([f"{i}" for i in range(4)], params)
@@ -228,12 +251,20 @@ def test_graphs_keep_to_the_schema(device, temperature) -> None:
             name = "smollm2-135m"
         except StateError:
             pass
-    options = {"device": device, "dtype": "float32", "kv_tokens": 2048, "max_requests": 8, "progress": False}
+    options = {
+        "device": device,
+        "dtype": "float32",
+        "kv_tokens": 2048,
+        "max_requests": 8,
+        "progress": False,
+    }
     eager, graphed = (LLM(name, graphs=False, **options) for _ in range(2))
     runner = give_graphs(graphed, [1, 2, 4, 8], device)
     params = [ruled(s, temperature=temperature, seed=i) for i, s in enumerate(SCHEMAS)]
     prompts = ["A person:", "Are there clouds?", "Yes or no?", "A number:", "return"]
-    want, got = ([*llm.generate(prompts, params), *llm.generate("free", FREE)] for llm in (eager, graphed))
+    want, got = (
+        [*llm.generate(prompts, params), *llm.generate("free", FREE)] for llm in (eager, graphed)
+    )
     for out, schema in zip(got, SCHEMAS, strict=False):
         print(out.text)
         check(out, schema)

@@ -1,4 +1,5 @@
-"""The public engine on the "tiny" model: forms of prompts, endings, bad input, interruptions, counters."""
+"""The public engine on the "tiny" model: forms of prompts, endings, bad input, interruptions,
+counters."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def test_generate_returns_a_list_in_the_order_of_the_prompts(llm, alone):
 
 
 def test_one_params_each(llm):
-    outs = llm.generate([[1], [2], [3]], [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 0, 3)])
+    outs = llm.generate(
+        [[1], [2], [3]], [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 0, 3)]
+    )
     assert [len(o.token_ids) for o in outs] == [1, 0, 3]
     for bad in ([GREEDY], [GREEDY, 3], 7, [None, None]):
         with pytest.raises(ValueError, match="params"):
@@ -78,7 +81,10 @@ def test_one_params_each(llm):
 
 
 def test_cached_tokens_and_timing(llm):
-    first, again = llm.generate([list(range(20))], GREEDY)[0], llm.generate([list(range(20))], GREEDY)[0]
+    first, again = (
+        llm.generate([list(range(20))], GREEDY)[0],
+        llm.generate([list(range(20))], GREEDY)[0],
+    )
     assert (first.cached_tokens, again.cached_tokens) == (0, 16)
     t = again.timing
     assert 0 <= t.queue_time <= t.ttft
@@ -99,13 +105,18 @@ def test_b13_the_same_prompt_twice_computes_at_least_one_token(page_size):
 def test_b06_one_token_requests_give_their_rows_back(mixed):
     llm = build(max_requests=2, mixed=mixed)
     for _ in range(3):
-        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))[0].finish_reason in ("length", "stop")
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))[0].finish_reason in (
+            "length",
+            "stop",
+        )
     idle(llm)
 
 
 def test_b44_prompts_that_can_never_fit():
     llm = build(kv_tokens=12, page_size=4)
-    outs = llm.generate([list(range(n)) for n in (13, 12, 16, 17)], SamplingParams(max_tokens=1, ignore_eos=True))
+    outs = llm.generate(
+        [list(range(n)) for n in (13, 12, 16, 17)], SamplingParams(max_tokens=1, ignore_eos=True)
+    )
     assert [o.finish_reason for o in outs] == ["error", "length", "error", "error"]
     with pytest.raises(ValueError, match="kv_tokens"):
         llm.add(list(range(13)))
@@ -115,7 +126,20 @@ def test_b44_prompts_that_can_never_fit():
 
 
 @pytest.mark.parametrize(
-    "bad", [[], "", [512], [-1], [1.5], None, [1, "a"], list(range(100)), [{"role": "judge"}], [{}], b"abc"]
+    "bad",
+    [
+        [],
+        "",
+        [512],
+        [-1],
+        [1.5],
+        None,
+        [1, "a"],
+        list(range(100)),
+        [{"role": "judge"}],
+        [{}],
+        b"abc",
+    ],
 )
 def test_b45_one_bad_prompt_harms_nobody(bad):
     llm = build(max_context=64)
@@ -161,7 +185,10 @@ def test_out_of_range_ids_in_params_are_refused(llm):
 def test_context_length_ends_the_text():
     llm = build(max_context=12)
     [out] = llm.generate([list(range(10))], SamplingParams(max_tokens=100, ignore_eos=True))
-    assert (out.finish_reason, len(out.token_ids)) == ("length", 3)  # the last one needs no place in the context
+    assert (out.finish_reason, len(out.token_ids)) == (
+        "length",
+        3,
+    )  # the last one needs no place in the context
     idle(llm)
 
 
@@ -209,7 +236,9 @@ def test_stop_strings_cut_the_text_and_end_the_run(llm, alone):
     plain = alone("tell me", HOT)
     stop = plain.text[3:5]
     at = plain.text.find(stop)
-    params = SamplingParams(max_tokens=12, temperature=1.5, top_p=0.9, seed=7, ignore_eos=True, stop=["nope", stop])
+    params = SamplingParams(
+        max_tokens=12, temperature=1.5, top_p=0.9, seed=7, ignore_eos=True, stop=["nope", stop]
+    )
     [out] = llm.generate("tell me", params)
     assert (out.text, out.finish_reason) == (plain.text[:at], "stop")
     assert out.token_ids == plain.token_ids[: len(out.token_ids)]
@@ -231,14 +260,19 @@ def test_eos_and_stop_ids_are_tokens_but_not_text(llm, alone):
     at = 4
     stop = plain.token_ids[at]
     first = plain.token_ids.index(stop)
-    [out] = llm.generate("tell me", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, stop_token_ids=[stop]))
+    [out] = llm.generate(
+        "tell me",
+        SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, stop_token_ids=[stop]),
+    )
     assert (out.token_ids, out.finish_reason) == (plain.token_ids[: first + 1], "stop")
     assert out.text == llm.tokenizer.decode(plain.token_ids[:first])
     forced = SamplingParams(max_tokens=8, logit_bias={256: 1e4})
     [out] = llm.generate("x", forced)
     assert (out.token_ids, out.text, out.finish_reason) == ([256], "", "stop")
     assert (
-        llm.generate("x", SamplingParams(max_tokens=3, logit_bias={256: 1e4}, ignore_eos=True))[0].token_ids
+        llm.generate("x", SamplingParams(max_tokens=3, logit_bias={256: 1e4}, ignore_eos=True))[
+            0
+        ].token_ids
         == [256] * 3
     )
 
@@ -248,7 +282,9 @@ def test_eos_and_stop_ids_are_tokens_but_not_text(llm, alone):
 
 def test_seeds_do_not_depend_on_the_batch(llm, alone):
     prompts = [[i, 3, i] for i in range(8)]
-    params = [SamplingParams(max_tokens=6, temperature=1.2, seed=i, ignore_eos=True) for i in range(8)]
+    params = [
+        SamplingParams(max_tokens=6, temperature=1.2, seed=i, ignore_eos=True) for i in range(8)
+    ]
     for prompt, p, out in zip(prompts, params, llm.generate(prompts, params), strict=True):
         assert out.token_ids == alone(prompt, p).token_ids
 
@@ -266,7 +302,9 @@ def test_without_a_seed_the_engine_seed_decides():
 
 
 def test_logprobs_one_per_token(llm):
-    [out] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, temperature=0, logprobs=2, ignore_eos=True))
+    [out] = llm.generate(
+        [[1, 2, 3]], SamplingParams(max_tokens=5, temperature=0, logprobs=2, ignore_eos=True)
+    )
     assert [p.token_id for p in out.logprobs] == out.token_ids
     for p in out.logprobs:
         assert len(p.top) == 2
@@ -380,20 +418,48 @@ SIZES = ("page_size", "kv_tokens", "kv_memory", "max_requests", "max_context", "
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"kv_tokens": 2**40}, r"kv_tokens=1099511627776: needs 786,432.0 GiB, and .* are free on cpu; lower it"),
+        (
+            {"kv_tokens": 2**40},
+            r"kv_tokens=1099511627776: needs 786,432.0 GiB, and .* are free on cpu; lower it",
+        ),
         ({"kv_tokens": None, "kv_memory": 1e18}, "kv_memory=1e[+]18: needs"),
-        ({"kv_tokens": None, "kv_memory": float("nan")}, "kv_memory=nan: must be None or a number of bytes"),
-        ({"kv_tokens": None, "kv_memory": float("inf")}, "kv_memory=inf: must be None or a number of bytes"),
-        ({"kv_tokens": None, "kv_memory": 10}, "kv_memory=10: bytes hold no page besides page 0; give at least 6144"),
+        (
+            {"kv_tokens": None, "kv_memory": float("nan")},
+            "kv_memory=nan: must be None or a number of bytes",
+        ),
+        (
+            {"kv_tokens": None, "kv_memory": float("inf")},
+            "kv_memory=inf: must be None or a number of bytes",
+        ),
+        (
+            {"kv_tokens": None, "kv_memory": 10},
+            "kv_memory=10: bytes hold no page besides page 0; give at least 6144",
+        ),
         ({"kv_tokens": 10**400}, "kv_tokens=10+[.][.][.]: needs"),
         ({"max_requests": 2**40}, "max_requests=1099511627776: needs"),
-        *(({"attention": a}, "attention=.*: use 'auto', 'triton' or 'torch'") for a in ("foo", None, np.ones(2))),
-        *(({"graphs": g}, "graphs=.*: use 'auto', True or False") for g in (0, 1, 1.0, None, "yes", np.ones(2))),
-        *(({name: bad}, f"{name}=.*: must be") for name in SIZES for bad in (True, "8", np.ones(2), torch.ones(2))),
+        *(
+            ({"attention": a}, "attention=.*: use 'auto', 'triton' or 'torch'")
+            for a in ("foo", None, np.ones(2))
+        ),
+        *(
+            ({"graphs": g}, "graphs=.*: use 'auto', True or False")
+            for g in (0, 1, 1.0, None, "yes", np.ones(2))
+        ),
+        *(
+            ({name: bad}, f"{name}=.*: must be")
+            for name in SIZES
+            for bad in (True, "8", np.ones(2), torch.ones(2))
+        ),
         *(({name: 8.0}, f"{name}=8.0: must be") for name in SIZES if name != "kv_memory"),
-        *(({"seed": seed}, "seed=.*: must be an integer of at most 64 bits") for seed in ("7", 1.5, None, True, 2**64)),
+        *(
+            ({"seed": seed}, "seed=.*: must be an integer of at most 64 bits")
+            for seed in ("7", 1.5, None, True, 2**64)
+        ),
         ({"event_log": True}, "event_log=True: cannot be appended to"),
-        ({"event_log": "no/such/folder/log"}, "event_log='no/such.*No such file or directory.*folder that exists"),
+        (
+            {"event_log": "no/such/folder/log"},
+            "event_log='no/such.*No such file or directory.*folder that exists",
+        ),
         ({"event_log": "."}, "event_log='.': cannot be appended to"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -405,14 +471,30 @@ def test_options_that_no_machine_can_meet_are_named(options, named):
 
 @pytest.mark.parametrize("kind", [np.int64, torch.tensor])
 def test_options_may_be_numpys_and_pytorchs_numbers(kind):
-    sizes = {"page_size": 4, "kv_tokens": 64, "max_requests": 2, "max_context": 32, "chunk_tokens": 8, "seed": 3}
+    sizes = {
+        "page_size": 4,
+        "kv_tokens": 64,
+        "max_requests": 2,
+        "max_context": 32,
+        "chunk_tokens": 8,
+        "seed": 3,
+    }
     llm = build(**{name: kind(size) for name, size in sizes.items()}, graphs=np.False_)
-    kept = llm.cache.page_size, llm.allocator.size, llm.table.max_requests, llm.table.max_context, llm.seed
+    kept = (
+        llm.cache.page_size,
+        llm.allocator.size,
+        llm.table.max_requests,
+        llm.table.max_context,
+        llm.seed,
+    )
     assert kept == (4, 64, 2, 32, 3)
     assert {type(size) for size in kept} == {int}
     assert isinstance(llm.runner, EagerRunner)
     assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
-    by_bytes = [build(kv_tokens=None, kv_memory=memory).allocator.size for memory in (kind(1 << 20), 1 << 20)]
+    by_bytes = [
+        build(kv_tokens=None, kv_memory=memory).allocator.size
+        for memory in (kind(1 << 20), 1 << 20)
+    ]
     assert by_bytes[0] == by_bytes[1]
     idle(llm)
 
@@ -449,7 +531,9 @@ def test_stats_and_event_log_tell_the_same_story(tmp_path):
     stats = llm.stats()
     llm.events.close()
     events = read_events(tmp_path / "events.jsonl")
-    assert [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()] == events
+    assert [
+        json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()
+    ] == events
     metrics = request_metrics(events).values()
     assert stats.added == len(metrics) == 5
     assert stats.requests == {"stop": 0, "length": 4, "abort": 1, "error": 0, "refused": 1}
@@ -478,7 +562,11 @@ def test_prometheus_text(llm):
     value = {name: f.samples[0].value for name, f in families.items()}
     assert value["minikv_generated_tokens"] == 8
     assert value["minikv_pool_size"] == 512
-    ends = {s.labels["reason"]: s.value for s in families["minikv_requests"].samples if "reason" in s.labels}
+    ends = {
+        s.labels["reason"]: s.value
+        for s in families["minikv_requests"].samples
+        if "reason" in s.labels
+    }
     assert (ends["length"], ends["refused"]) == (1, 1)
     ttft = {s.name: s.value for s in families["minikv_ttft_seconds"].samples if not s.labels}
     assert ttft["minikv_ttft_seconds_count"] == 1
@@ -487,13 +575,19 @@ def test_prometheus_text(llm):
 def test_a_pool_on_a_cpu_is_modest_unless_asked_for(monkeypatch) -> None:
     monkeypatch.setattr("minikv.engine.build.CPU_POOL", 1 << 20)
     llm = LLM("tiny", device="cpu", progress=False)
-    assert 0 < llm.allocator.size * llm.pool.bytes_per_token <= (1 << 20) + 16 * llm.pool.bytes_per_token
+    assert (
+        0
+        < llm.allocator.size * llm.pool.bytes_per_token
+        <= (1 << 20) + 16 * llm.pool.bytes_per_token
+    )
     assert LLM("tiny", device="cpu", kv_tokens=4096, progress=False).allocator.size == 4096
 
 
 def test_an_engine_says_what_it_does() -> None:
     llm = LLM("tiny", device="cpu", kv_tokens=64, page_size=4, progress=False)
     llm.add([1, 2, 3], SamplingParams(max_tokens=4))
-    assert repr(llm).startswith("LLM(llama, 0 requests running, 1 waiting, PagedAllocator(16 pages of 4 on cpu")
+    assert repr(llm).startswith(
+        "LLM(llama, 0 requests running, 1 waiting, PagedAllocator(16 pages of 4 on cpu"
+    )
     llm.step()
     assert "1 requests running, 0 waiting" in repr(llm)

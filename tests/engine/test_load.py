@@ -1,4 +1,5 @@
-"""Conversations through a pool that holds a tenth of them: aborts, nonsense, retractions, and nothing lost.
+"""Conversations through a pool that holds a tenth of them: aborts, nonsense, retractions, and
+nothing lost.
 
 ``MINIKV_LOAD=2000`` runs the long form of the load test.
 """
@@ -16,7 +17,9 @@ from minikv import LLM
 
 @pytest.fixture(scope="module")
 def alone():
-    return LLM("tiny", device="cpu", kv_tokens=2048, max_requests=1, prefix_cache=False, chunk_tokens=2048)
+    return LLM(
+        "tiny", device="cpu", kv_tokens=2048, max_requests=1, prefix_cache=False, chunk_tokens=2048
+    )
 
 
 MIXES = [
@@ -42,9 +45,16 @@ def test_random_traffic_on_a_real_decoder(mix, alone):
 def test_load_of_conversations_loses_nothing(alone):
     requests = int(os.environ.get("MINIKV_LOAD", "200"))
     llm = LLM(
-        "tiny", device="cpu", kv_tokens=requests * 6, page_size=4, max_requests=requests // 2, chunk_tokens=requests
+        "tiny",
+        device="cpu",
+        kv_tokens=requests * 6,
+        page_size=4,
+        max_requests=requests // 2,
+        chunk_tokens=requests,
     )
-    llm.scheduler.ratio = 0.1  # promise little, so that too many are admitted and some must be retracted
+    llm.scheduler.ratio = (
+        0.1  # promise little, so that too many are admitted and some must be retracted
+    )
     client = Client(llm, seed=0, requests=requests, turns=5, most_tokens=48)
     rss: dict[str, int] = {}
 
@@ -53,7 +63,9 @@ def test_load_of_conversations_loses_nothing(alone):
             rss["now"] = psutil.Process().memory_info().rss
             rss.setdefault("quarter", rss["now"])
 
-    client.run(at_once=requests // 2, watch=watch)  # many at once: they grow together, and the pool runs out
+    client.run(
+        at_once=requests // 2, watch=watch
+    )  # many at once: they grow together, and the pool runs out
     client.check(alone)
     assert client.malformed == requests // 100
     stats = llm.stats()
@@ -65,6 +77,10 @@ def test_load_of_conversations_loses_nothing(alone):
     assert llm.allocator.size <= client.tokens / 10
     grown = (rss["now"] - rss["quarter"]) / 2**20
     assert grown < 50
-    print(f"{stats.requests}, pool {llm.allocator.size} of {client.tokens} tokens, {stats.retractions} retractions,")
-    print(f"{stats.evicted_tokens} evicted, {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached,")
+    print(
+        f"{stats.requests}, pool {llm.allocator.size} of {client.tokens} tokens, {stats.retractions} retractions,"
+    )
+    print(
+        f"{stats.evicted_tokens} evicted, {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached,"
+    )
     print(f"{client.ties} rounding ties, {grown:.1f} MiB more after the first quarter")

@@ -1,4 +1,5 @@
-"""A full batch on a CUDA device for ``MINIKV_LOAD_SECONDS`` (20): nothing lost, nothing wrong, no growth."""
+"""A full batch on a CUDA device for ``MINIKV_LOAD_SECONDS`` (20): nothing lost, nothing wrong, no
+growth."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ SECONDS = float(os.environ.get("MINIKV_LOAD_SECONDS", "20"))
 
 
 class Steady(Client):
-    """Asks until its time is over; every 1,000 outputs are checked and forgotten, so that only the engine can grow."""
+    """Asks until its time is over; every 1,000 outputs are checked and forgotten, so that only the
+    engine can grow."""
 
     rounding, tie_share = 1e-4, 1 / 100
 
@@ -36,18 +38,33 @@ class Steady(Client):
 def serve(device: str, seconds: float, rows: int, pool: int) -> Steady:
     """Conversations, twice as many at once as there are rows, each cut short at random."""
     options = {"device": device, "dtype": "float32", "page_size": 16, "progress": False}
-    alone = LLM("tiny", kv_tokens=256 * rows, max_requests=rows, prefix_cache=False, chunk_tokens=8192, **options)
+    alone = LLM(
+        "tiny",
+        kv_tokens=256 * rows,
+        max_requests=rows,
+        prefix_cache=False,
+        chunk_tokens=8192,
+        **options,
+    )
     llm = LLM("tiny", kv_tokens=pool, max_requests=rows, chunk_tokens=2048, **options)
-    llm.scheduler.ratio = 0.1  # promise little, so that too many are admitted when there are few pages
+    llm.scheduler.ratio = (
+        0.1  # promise little, so that too many are admitted when there are few pages
+    )
     client = Steady(llm, alone, seconds)
     client.run(at_once=2 * rows, watch=client.watch)
     client.check(alone)
     stats = llm.stats()
     assert stats.requests["error"] == 0
     assert sum(stats.requests.values()) == client.sent
-    print(f"{client.sent} requests in {perf_counter() - client.started:.0f} s on {device}: {stats.requests},")
-    print(f"{client.tokens} tokens through a pool of {llm.allocator.size}, {stats.retractions} retractions,")
-    print(f"{stats.evicted_tokens} evicted, {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached,")
+    print(
+        f"{client.sent} requests in {perf_counter() - client.started:.0f} s on {device}: {stats.requests},"
+    )
+    print(
+        f"{client.tokens} tokens through a pool of {llm.allocator.size}, {stats.retractions} retractions,"
+    )
+    print(
+        f"{stats.evicted_tokens} evicted, {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached,"
+    )
     print(f"{client.ties} rounding ties, {stats.graphs}")
     assert min(stats.evicted_tokens, stats.requests["abort"], client.malformed) > 0
     return client

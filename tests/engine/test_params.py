@@ -17,8 +17,21 @@ from minikv.errors import ArgumentError
 
 def test_defaults_are_the_documented_ones():
     p = SamplingParams()
-    assert (p.max_tokens, p.temperature, p.top_k, p.top_p, p.min_p, p.seed) == (16, 1.0, -1, 1.0, 0.0, None)
-    assert (p.stop, p.stop_token_ids, p.keep_stop, p.ignore_eos, p.logprobs) == ((), (), False, False, None)
+    assert (p.max_tokens, p.temperature, p.top_k, p.top_p, p.min_p, p.seed) == (
+        16,
+        1.0,
+        -1,
+        1.0,
+        0.0,
+        None,
+    )
+    assert (p.stop, p.stop_token_ids, p.keep_stop, p.ignore_eos, p.logprobs) == (
+        (),
+        (),
+        False,
+        False,
+        None,
+    )
     assert (p.repetition_penalty, p.priority, p.cache, p.namespace) == (1.0, 0, True, None)
 
 
@@ -41,7 +54,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values]
+)
 def test_bad_values_are_named(name, value):
     with pytest.raises(ValueError, match=name) as caught:
         SamplingParams(**{name: value})
@@ -60,18 +75,35 @@ def test_numbers_may_be_numpys_and_pytorchs_scalars_but_no_arrays(name):
         assert (kept, type(kept)) == (1, plain)
     if plain is float:
         assert getattr(SamplingParams(**{name: np.float32(0.5)}), name) == 0.5
-    for bad in (True, "1", 1j, np.array([1, 2]), *map(torch.tensor, ([1, 2], [1.0, 2.0], math.nan))):
+    for bad in (
+        True,
+        "1",
+        1j,
+        np.array([1, 2]),
+        *map(torch.tensor, ([1, 2], [1.0, 2.0], math.nan)),
+    ):
         with pytest.raises(ArgumentError, match=f"^{name}="):
             SamplingParams(**{name: bad})
 
 
 def test_stops_may_be_any_iterables():
-    for ids in (iter([3, 4]), (i for i in (3, 4)), {3: 0, 4: 0}, range(3, 5), np.array([3, 4]), torch.tensor([3, 4])):
+    for ids in (
+        iter([3, 4]),
+        (i for i in (3, 4)),
+        {3: 0, 4: 0},
+        range(3, 5),
+        np.array([3, 4]),
+        torch.tensor([3, 4]),
+    ):
         kept = SamplingParams(stop_token_ids=ids).stop_token_ids
         assert (kept, {type(i) for i in kept}) == ((3, 4), {int})
     assert SamplingParams(stop=(s for s in ["a", "b"])).stop == ("a", "b")
     assert SamplingParams(stop=iter([])).stop == ()
-    for name, bad in (("stop", iter(["a", ""])), ("stop_token_ids", iter([1, 1.5])), ("stop_token_ids", [True])):
+    for name, bad in (
+        ("stop", iter(["a", ""])),
+        ("stop_token_ids", iter([1, 1.5])),
+        ("stop_token_ids", [True]),
+    ):
         with pytest.raises(ArgumentError, match=f"^{name}="):
             SamplingParams(**{name: bad})
 
@@ -97,7 +129,9 @@ def test_prompt_forms():
     assert split_prompts([[]]) == [[]]
     assert split_prompts(None) == [None]
     for raw in (b"abc", bytearray(b"abc"), memoryview(b"abc")):
-        assert split_prompts(raw) == [raw], "one prompt, which is refused: it is neither text nor ids"
+        assert split_prompts(raw) == [raw], (
+            "one prompt, which is refused: it is neither text nor ids"
+        )
 
 
 class Fake:
@@ -108,7 +142,19 @@ class Fake:
         return [len(m["content"]) for m in messages]
 
 
-BAD_PROMPTS = [None, 3, [1.5], [1, "a"], [True], [-1], [512], [10**30], [[1]], [{"role": "user"}], b"x"]
+BAD_PROMPTS = [
+    None,
+    3,
+    [1.5],
+    [1, "a"],
+    [True],
+    [-1],
+    [512],
+    [10**30],
+    [[1]],
+    [{"role": "user"}],
+    b"x",
+]
 BAD_PROMPTS += [bytearray(b"x"), memoryview(b"x"), [b"x"]]
 
 

@@ -1,4 +1,5 @@
-"""Which token: order of the filters, borders, independence from the batch, and the right distributions."""
+"""Which token: order of the filters, borders, independence from the batch, and the right
+distributions."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 from minikv.engine import Request, Sampler, SamplingParams
 from minikv.engine.sampler import apply_edits, uniforms
-from minikv.graphs.sampling import TOP, VARIANTS, choose
+from minikv.engine.sampling import TOP, VARIANTS, choose
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -97,7 +98,11 @@ def test_uniforms_fill_the_unit_interval_evenly_and_in_pairs():
     u = uniforms(range(10_000), [0] * 10_000)
     assert u.min() >= 0
     assert u.max() < 1
-    for values in (u, uniforms([5] * 10_000, range(10_000)), uniforms([-3] * 10_000, range(10_000))):
+    for values in (
+        u,
+        uniforms([5] * 10_000, range(10_000)),
+        uniforms([-3] * 10_000, range(10_000)),
+    ):
         cells = Counter((values[:-1] * 8).astype(int) * 8 + (values[1:] * 8).astype(int))
         statistic, limit = chi_square(cells, [1 / 64] * 64)
         assert statistic < limit
@@ -147,12 +152,17 @@ def test_top_k_keeps_exactly_k_of_equal_logits():
 def test_draw_depends_on_seed_and_index_only():
     torch.manual_seed(1)
     logits = torch.randn(8, 50)
-    params = [SamplingParams(seed=100 + i, temperature=1 + i % 3, top_p=1 - 0.1 * (i % 2)) for i in range(8)]
+    params = [
+        SamplingParams(seed=100 + i, temperature=1 + i % 3, top_p=1 - 0.1 * (i % 2))
+        for i in range(8)
+    ]
     together = Sampler()(logits, [request(p, output=[5] * i) for i, p in enumerate(params)]).tokens
     for i, p in enumerate(params):
         alone = Sampler()(logits[i : i + 1], [request(p, output=[9] * i)]).tokens
         assert alone == [together[i]]
-        greedy_neighbour = Sampler()(logits[[0, i]], [request(GREEDY), request(p, output=[9] * i)]).tokens
+        greedy_neighbour = Sampler()(
+            logits[[0, i]], [request(GREEDY), request(p, output=[9] * i)]
+        ).tokens
         assert greedy_neighbour == [int(logits[0].argmax()), together[i]]
 
 
@@ -179,7 +189,11 @@ def test_logit_bias_and_penalties_against_a_loop():
     raw = torch.randn(3, vocab)
     kept = raw.clone()
     p = SamplingParams(
-        temperature=0, logit_bias={3: 2.5, 7: -1.0}, presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.6
+        temperature=0,
+        logit_bias={3: 2.5, 7: -1.0},
+        presence_penalty=0.7,
+        frequency_penalty=0.4,
+        repetition_penalty=1.6,
     )
     less = SamplingParams(frequency_penalty=-1.0)
     rows = [request(GREEDY), request(p, prompt, output), request(less, prompt, output)]
@@ -193,7 +207,9 @@ def test_logit_bias_and_penalties_against_a_loop():
         if token in output:
             want -= 0.7 + 0.4 * output.count(token)
         assert float(x[1, token]) == pytest.approx(want, abs=1e-5)
-        assert float(x[2, token]) == pytest.approx(float(raw[2, token]) + output.count(token), abs=1e-5)
+        assert float(x[2, token]) == pytest.approx(
+            float(raw[2, token]) + output.count(token), abs=1e-5
+        )
     assert Sampler()(raw, rows).tokens[1] == int(x[1].argmax())
 
 

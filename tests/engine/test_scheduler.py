@@ -1,4 +1,5 @@
-"""Admission, chunks, decodes, retraction: with a model whose text shows every wrong slot (see harness.py)."""
+"""Admission, chunks, decodes, retraction: with a model whose text shows every wrong slot (see
+harness.py)."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def test_b36_without_cache_chunks_go_on_where_they_stopped(page_size, off):
         batch = engine.step()
         spans.append((int(batch.prefix_lens[0]), int(batch.seq_lens[0])))
     assert spans == [(0, 4), (4, 8), (8, 10)]
-    assert engine.allocator.size - engine.allocator.available_size() == -(-10 // page_size) * page_size
+    assert (
+        engine.allocator.size - engine.allocator.available_size() == -(-10 // page_size) * page_size
+    )
     engine.run()
     finished(engine, "length")
     assert engine.allocator.available_size() == engine.allocator.size
@@ -81,7 +84,9 @@ def test_b39_one_partial_request_and_no_empty_chunk(lengths, want, warm):
             engine.run()
         engine.requests.clear()
     engine.batches.clear()
-    requests = [engine.add([20 + i, *range(n - 1 + warm)], max_tokens=1) for i, n in enumerate(lengths)]
+    requests = [
+        engine.add([20 + i, *range(n - 1 + warm)], max_tokens=1) for i, n in enumerate(lengths)
+    ]
     engine.run()
     got = [(b.seq_lens - b.prefix_lens).tolist() for b in engine.batches]
     assert got == want
@@ -252,7 +257,11 @@ def test_order_longest_prefix_first():
     engine.add(range(16), max_tokens=1)
     engine.run()
     engine.batches.clear()
-    cold, short, long = engine.add([30] * 9), engine.add([*range(8), 40]), engine.add([*range(16), 40])
+    cold, short, long = (
+        engine.add([30] * 9),
+        engine.add([*range(8), 40]),
+        engine.add([*range(16), 40]),
+    )
     assert engine.step().requests == [long, short, cold]
     engine.run()
     engine.idle()
@@ -309,9 +318,16 @@ def test_common_beginning_is_waited_for_through_all_chunks_of_the_first():
     engine.idle()
 
 
-@pytest.mark.parametrize("options", [{"cache": False}, {"namespace": True}, {"page_size": 64}, {"per_request": True}])
+@pytest.mark.parametrize(
+    "options", [{"cache": False}, {"namespace": True}, {"page_size": 64}, {"per_request": True}]
+)
 def test_nobody_waits_for_a_cache_that_will_not_help(options):
-    engine = Engine(size=512, page_size=options.get("page_size", 4), chunk_tokens=256, cache=options.get("cache", True))
+    engine = Engine(
+        size=512,
+        page_size=options.get("page_size", 4),
+        chunk_tokens=256,
+        cache=options.get("cache", True),
+    )
     names = ["a", "b"] if "namespace" in options else [None, None]
     for name in names:
         engine.add([i % 45 for i in range(40)], namespace=name, cache="per_request" not in options)
@@ -331,7 +347,10 @@ def test_mixed_batches_decode_beside_the_chunks():
         kinds.append((batch.kind, (batch.seq_lens - batch.prefix_lens).tolist()))
     assert kinds[0] == ("extend", [5, 1])
     assert all(sum(lens) <= 6 for _, lens in kinds)
-    assert [a.output_ids.tolist(), b.output_ids.tolist()] == [solo([1, 2, 3], 10), solo(range(20), 3)]
+    assert [a.output_ids.tolist(), b.output_ids.tolist()] == [
+        solo([1, 2, 3], 10),
+        solo(range(20), 3),
+    ]
     engine.idle()
 
 
@@ -402,7 +421,9 @@ def test_the_scheduler_needs_neither_models_nor_kernels():
 def test_a_decode_step_of_the_same_requests_looks_nothing_up(monkeypatch) -> None:
     engine, looked_up = Engine(size=128), []
     real = engine.table.last_slots
-    monkeypatch.setattr(engine.table, "last_slots", lambda *args: looked_up.append(args) or real(*args))
+    monkeypatch.setattr(
+        engine.table, "last_slots", lambda *args: looked_up.append(args) or real(*args)
+    )
     for i in range(3):
         engine.add([i, 1, 2], max_tokens=12 + 3 * i)
     engine.step()
@@ -416,7 +437,11 @@ def test_a_decode_step_of_the_same_requests_looks_nothing_up(monkeypatch) -> Non
         before = list(engine.scheduler.running)
         looked_up.clear()
         batch = engine.step()
-        changed = batch.kind == "extend" or engine.batches[-2].kind == "extend" or before != engine.batches[-2].requests
+        changed = (
+            batch.kind == "extend"
+            or engine.batches[-2].kind == "extend"
+            or before != engine.batches[-2].requests
+        )
         assert bool(looked_up) == changed
     assert engine.texts() == [solo([i, 1, 2], 12 + 3 * i) for i in range(3)] + [solo([9, 9], 3)]
     engine.idle()

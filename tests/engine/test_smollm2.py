@@ -1,4 +1,5 @@
-"""The real model through the engine: token for token what transformers generates, however the work is cut."""
+"""The real model through the engine: token for token what transformers generates, however the work
+is cut."""
 
 from __future__ import annotations
 
@@ -9,8 +10,16 @@ from minikv import LLM, SamplingParams, models
 from minikv.engine.sampler import Sampled
 
 TOKENS = 12
-SYSTEM = {"role": "system", "content": "You are a helpful assistant who answers in one short sentence."}
-QUESTIONS = ["What is the capital of France?", "Name a fruit that is yellow.", "What is 2 + 3?", "Why is the sky blue?"]
+SYSTEM = {
+    "role": "system",
+    "content": "You are a helpful assistant who answers in one short sentence.",
+}
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name a fruit that is yellow.",
+    "What is 2 + 3?",
+    "Why is the sky blue?",
+]
 TEXTS = [
     "Once upon a time there was a",
     "Once upon a time there were two",
@@ -61,7 +70,9 @@ def wanted(model_file, loaded, prompts) -> list[list[int]]:
     for ids in prompts:
         given = torch.tensor([ids])
         with torch.inference_mode():
-            out = theirs.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=TOKENS, do_sample=False)
+            out = theirs.generate(
+                given, attention_mask=torch.ones_like(given), max_new_tokens=TOKENS, do_sample=False
+            )
         results.append(out[0, len(ids) :].tolist())
     return results
 
@@ -97,7 +108,9 @@ def test_greedy_tokens_equal_transformers(options, build, prompts, wanted):
         warm = llm.generate(prompts[::-1], GREEDY)
         assert [out.token_ids for out in warm] == wanted[::-1]
         page = options["page_size"]
-        assert [out.cached_tokens for out in warm[::-1]] == [(len(p) - 1) // page * page for p in prompts]
+        assert [out.cached_tokens for out in warm[::-1]] == [
+            (len(p) - 1) // page * page for p in prompts
+        ]
         idle(llm)
 
 
@@ -117,14 +130,17 @@ def test_chats_share_the_system_prompt(build, loaded, prompts):
         if a != b:
             break
         shared += 1
-    texts = [llm.generate([SYSTEM, {"role": "user", "content": q}], GREEDY)[0] for q in QUESTIONS[:3]]
+    texts = [
+        llm.generate([SYSTEM, {"role": "user", "content": q}], GREEDY)[0] for q in QUESTIONS[:3]
+    ]
     assert "Paris" in texts[0].text
     assert [out.cached_tokens for out in texts[1:]] == [shared // 4 * 4] * 2
     idle(llm)
 
 
 class Forced:
-    """In a sampler's place: says the given text whatever the logits prefer, and counts where they prefer it too."""
+    """In a sampler's place: says the given text whatever the logits prefer, and counts where they
+    prefer it too."""
 
     def __init__(self, texts: dict[int, list[int]]) -> None:
         self.texts, self.positions, self.agree = texts, 0, 0
@@ -140,7 +156,8 @@ class Forced:
 
 
 def test_fp8_cache_prefers_the_same_tokens_on_the_fp32_text(build):
-    """A decode step reads all its keys and values from the pool, so every position after the first depends on it."""
+    """A decode step reads all its keys and values from the pool, so every position after the first
+    depends on it."""
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     outs = build(kv_tokens=4096, graphs=False).generate(TEXTS + MORE_TEXTS, params)
     for kv_dtype, share in (("float32", 1.0), ("fp8", 0.95)):
@@ -149,6 +166,8 @@ def test_fp8_cache_prefers_the_same_tokens_on_the_fp32_text(build):
         again = llm.generate([out.prompt_token_ids for out in outs], params)
         assert [out.token_ids for out in again] == [out.token_ids for out in outs]
         assert forced.positions == 20 * 24
-        print(f"{kv_dtype}: the same first choice at {forced.agree / forced.positions:.1%} of {forced.positions}")
+        print(
+            f"{kv_dtype}: the same first choice at {forced.agree / forced.positions:.1%} of {forced.positions}"
+        )
         assert forced.agree >= share * forced.positions
         idle(llm)

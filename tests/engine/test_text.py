@@ -83,7 +83,9 @@ def test_b119_of_two_stops_in_one_token_the_earliest_wins():
     for stops in (["S2", "S1"], ["S1", "S2"]):
         _, stream = run(Table("xS1yS2z"), [0], stop=stops, keep_stop=True)
         assert stream.text == "xS1"
-    _, stream = run(Table("q", "fooEND"), [0, 1], stop=["ND", "END"])  # complete at the same character: the longer
+    _, stream = run(
+        Table("q", "fooEND"), [0, 1], stop=["ND", "END"]
+    )  # complete at the same character: the longer
     assert stream.text == "qfoo"
 
 
@@ -117,7 +119,10 @@ def test_any_cut_into_tokens_gives_the_same_text(raw, data):
 
 
 @given(
-    texts, st.lists(st.text(alphabet="ab世E", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans(), st.data()
+    texts,
+    st.lists(st.text(alphabet="ab世E", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.booleans(),
+    st.data(),
 )
 def test_stop_strings_do_not_depend_on_token_borders(text, stops, keep, data):
     # oracle: grow the text by one character at a time until some stop is complete

@@ -1,4 +1,5 @@
-"""Random traffic through a pool that is too small: every text right, every page back, every request ended."""
+"""Random traffic through a pool that is too small: every text right, every page back, every request
+ended."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from minikv.engine import request_metrics
 from minikv.errors import ArgumentError
 
 
-def play(engine: Engine, rng: np.random.Generator, requests: int, longest: int, namespaces=(None,)) -> None:
+def play(
+    engine: Engine, rng: np.random.Generator, requests: int, longest: int, namespaces=(None,)
+) -> None:
     """Add, step, abort and interrupt at random; check each text against a run without an engine."""
     trunks = [rng.integers(0, 50, longest).tolist() for _ in range(3)]
     added, tick = 0, 0
@@ -20,11 +23,16 @@ def play(engine: Engine, rng: np.random.Generator, requests: int, longest: int, 
         if added < requests and (rng.random() < 0.5 or not engine.scheduler.has_work):
             trunk = trunks[rng.integers(3)][: rng.integers(0, longest)]
             prompt = [*trunk, *rng.integers(0, 50, rng.integers(0, 6)).tolist()]
-            options = {"namespace": namespaces[rng.integers(len(namespaces))], "cache": bool(rng.random() < 0.9)}
+            options = {
+                "namespace": namespaces[rng.integers(len(namespaces))],
+                "cache": bool(rng.random() < 0.9),
+            }
             try:
                 engine.add(prompt, int(rng.integers(0, 12)), [int(rng.integers(50))], **options)
             except ArgumentError:
-                assert not prompt or len(prompt) > min(engine.allocator.size, engine.scheduler.max_context)
+                assert not prompt or len(prompt) > min(
+                    engine.allocator.size, engine.scheduler.max_context
+                )
             added += 1
         if rng.random() < 0.04 and engine.requests:
             engine.scheduler.abort(engine.requests[rng.integers(len(engine.requests))].id)
@@ -85,6 +93,8 @@ def test_random_traffic(seed, page_size, pages, max_requests, chunk_tokens, poli
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_traffic_with_long_shared_beginnings(page_size):
-    engine = Engine(size=480, page_size=page_size, max_requests=12, chunk_tokens=40, max_context=480)
+    engine = Engine(
+        size=480, page_size=page_size, max_requests=12, chunk_tokens=40, max_context=480
+    )
     play(engine, np.random.default_rng(page_size), requests=120, longest=150)
     assert [e for e in engine.events if e["event"] == "retract"]

@@ -18,7 +18,14 @@ PARAMS = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
 
 
 def engine(ahead: bool = False, **options: Any) -> LLM:
-    options = {"page_size": 4, "max_requests": 4, "chunk_tokens": 16, "kv_tokens": 256, "graphs": False, **options}
+    options = {
+        "page_size": 4,
+        "max_requests": 4,
+        "chunk_tokens": 16,
+        "kv_tokens": 256,
+        "graphs": False,
+        **options,
+    }
     llm = LLM("tiny", device="cpu", progress=False, **options)
     if ahead:
         give_graphs(llm, [1, 2, 4])
@@ -39,7 +46,9 @@ def idle(llm: LLM) -> None:
     assert llm.table.available_size() == llm.scheduler.max_requests
 
 
-def once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, act: Callable[[], None]) -> list[int]:
+def once(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, act: Callable[[], None]
+) -> list[int]:
     """Act after the at-th call of a method; the list holds its number once that has happened."""
     real, calls, done = getattr(owner, name), [0], []
 
@@ -63,7 +72,9 @@ def press() -> None:
 def _the_usual_handler() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "whoever shields gives the handler back"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, (
+        "whoever shields gives the handler back"
+    )
     signal.signal(signal.SIGINT, before)
 
 
@@ -76,7 +87,9 @@ MOMENTS = [
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("part", "name", "at"), MOMENTS)
-def test_ctrl_c_amid_bookkeeping_waits_for_its_end(monkeypatch, want, part, name, at, ahead) -> None:
+def test_ctrl_c_amid_bookkeeping_waits_for_its_end(
+    monkeypatch, want, part, name, at, ahead
+) -> None:
     llm = engine(ahead)
     pressed = once(monkeypatch, getattr(llm, part), name, at, press)
     try:
@@ -178,7 +191,11 @@ def test_a_listener_may_abort_at_any_event(want, event, ahead) -> None:
 
     def listen(e: dict) -> None:
         if e["event"] == event and len(aborted) < 2:
-            for id in [e["id"]] if "id" in e and event != "finish" else [r.id for r in llm.scheduler.running]:
+            for id in (
+                [e["id"]]
+                if "id" in e and event != "finish"
+                else [r.id for r in llm.scheduler.running]
+            ):
                 if llm.abort(id):
                     aborted.append(id)
 
@@ -215,7 +232,9 @@ def test_a_listener_or_a_disk_that_fails_costs_no_request(want, tmp_path) -> Non
             self.write("")
 
     llm.events._file = Full()  # type: ignore[assignment]
-    with pytest.warns(RuntimeWarning, match="event_log failed at an event and gets no more .*no space left"):
+    with pytest.warns(
+        RuntimeWarning, match="event_log failed at an event and gets no more .*no space left"
+    ):
         assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
     llm.events.close()
     idle(llm)

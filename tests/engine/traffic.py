@@ -1,4 +1,5 @@
-"""Conversations that are aborted at random, mixed with nonsense, and every output held against a quiet run's."""
+"""Conversations that are aborted at random, mixed with nonsense, and every output held against a
+quiet run's."""
 
 from __future__ import annotations
 
@@ -15,13 +16,17 @@ SYSTEM = list(b"You answer in bytes. ")
 
 
 def margin_of(alone: LLM, tokens: list[int], params: SamplingParams, index: int) -> float:
-    """How close the choice of the next token was, in float64: the two best logits, or the draw to the nearest border.
+    """How close the choice of the next token was, in float64: the two best logits, or the draw to
+    the nearest border.
 
-    Batches of other sizes round their logits differently (about 1e-7), so a choice this close may fall either way.
+    Batches of other sizes round their logits differently (about 1e-7), so a choice this close may
+    fall either way.
     """
     seen: list[torch.Tensor] = []
     sampler = alone.sampler
-    alone.sampler = Mock(wraps=sampler, side_effect=lambda logits, requests: seen.append(logits) or DEFAULT)
+    alone.sampler = Mock(
+        wraps=sampler, side_effect=lambda logits, requests: seen.append(logits) or DEFAULT
+    )
     alone.generate([tokens], SamplingParams(max_tokens=1, temperature=0))
     alone.sampler = sampler
     logits = seen[-1][0].double()
@@ -33,14 +38,17 @@ def margin_of(alone: LLM, tokens: list[int], params: SamplingParams, index: int)
     before = ranked.cumsum(0) - ranked
     kept = torch.zeros_like(p).index_put((order,), (before < params.top_p).double()) * p
     u = float(uniforms([params.seed], [index])[0])
-    return min(float((kept.cumsum(0) / kept.sum() - u).abs().min()), float((before - params.top_p).abs().min()))
+    return min(
+        float((kept.cumsum(0) / kept.sum() - u).abs().min()),
+        float((before - params.top_p).abs().min()),
+    )
 
 
 class Client:
     """Keeps a number of conversations going and writes down how every request ended.
 
-    `rounding` is how close a choice must be for batches of other sizes to choose otherwise, `tie_share` how many of the
-    requests may come to such a choice.
+    `rounding` is how close a choice must be for batches of other sizes to choose otherwise,
+    `tie_share` how many of the requests may come to such a choice.
     """
 
     rounding, tie_share = 1e-5, 1 / 500
@@ -48,7 +56,9 @@ class Client:
     def __init__(self, llm: LLM, seed: int, requests: int, turns: int, most_tokens: int) -> None:
         self.llm, self.rng = llm, np.random.default_rng(seed)
         self.left, self.turns, self.most = requests, turns, most_tokens
-        self.asked: dict[int, tuple[list[int], SamplingParams, int]] = {}  # id -> prompt, params, turn
+        self.asked: dict[
+            int, tuple[list[int], SamplingParams, int]
+        ] = {}  # id -> prompt, params, turn
         self.heard: dict[int, list[int]] = {}
         self.ended: dict[int, object] = {}
         self.malformed = self.sent = self.ties = self.settled = self.tokens = 0
@@ -65,7 +75,11 @@ class Client:
                 self.llm.add([[], [512], [1] * 10_000][rng.integers(3)])
             return
         prompt = [*history, *rng.integers(97, 123, rng.integers(3, 12)).tolist(), 10]
-        how = {"temperature": 0.9 * (rng.random() < 0.5), "top_p": 0.95, "seed": int(rng.integers(1000))}
+        how = {
+            "temperature": 0.9 * (rng.random() < 0.5),
+            "top_p": 0.95,
+            "seed": int(rng.integers(1000)),
+        }
         params = SamplingParams(max_tokens=int(rng.integers(0, self.most)), **how)
         id = self.llm.add(prompt, params)
         self.asked[id], self.heard[id] = (prompt, params, turn), []
@@ -75,7 +89,11 @@ class Client:
         while self.left or self.llm.has_work:
             while self.left and len(self.asked) - len(self.ended) < at_once:
                 self.ask(SYSTEM, 1)
-            open_ids = [id for id in self.asked if id not in self.ended] if self.rng.random() < 0.03 else []
+            open_ids = (
+                [id for id in self.asked if id not in self.ended]
+                if self.rng.random() < 0.03
+                else []
+            )
             if open_ids:
                 self.llm.abort(int(self.rng.choice(open_ids)))
             for delta in self.llm.step():
@@ -94,7 +112,9 @@ class Client:
     def settle(self, alone: LLM) -> None:
         """Compare what has ended with what `alone` makes of it undisturbed, and forget it."""
         ids = list(self.ended)
-        wanted = alone.generate([self.asked[id][0] for id in ids], [self.asked[id][1] for id in ids])
+        wanted = alone.generate(
+            [self.asked[id][0] for id in ids], [self.asked[id][1] for id in ids]
+        )
         for id, want in zip(ids, wanted, strict=True):
             prompt, params, _ = self.asked.pop(id)
             out = self.ended.pop(id)
@@ -104,9 +124,13 @@ class Client:
             self.tokens += len(prompt) + len(out.token_ids)
             cut = len(out.token_ids) if out.finish_reason == "abort" else None
             if out.token_ids != want.token_ids[:cut]:
-                differ = [x != y for x, y in zip(out.token_ids, want.token_ids, strict=False)].index(True)
+                differ = [
+                    x != y for x, y in zip(out.token_ids, want.token_ids, strict=False)
+                ].index(True)
                 margin = margin_of(alone, [*prompt, *want.token_ids[:differ]], params, differ)
-                assert margin < self.rounding, f"request {id}, token {differ}: no rounding explains this ({margin:.1e})"
+                assert margin < self.rounding, (
+                    f"request {id}, token {differ}: no rounding explains this ({margin:.1e})"
+                )
                 self.ties += 1
             elif cut is None:
                 assert (out.text, out.finish_reason) == (want.text, want.finish_reason)

@@ -51,12 +51,24 @@ def test_b86_without_padding_exact_sizes_are_replayed(number) -> None:
         x = torch.randn(n, 3)
         assert torch.equal(r({"x": x}), x * 2)
         assert r.can_run(number(n)) is (n != 3)
-    assert dict(r.stats) == {"replays": 2, "eager": 1, "captures": 3, "padded_rows": 0, "graph_bytes": 0}
+    assert dict(r.stats) == {
+        "replays": 2,
+        "eager": 1,
+        "captures": 3,
+        "padded_rows": 0,
+        "graph_bytes": 0,
+    }
 
 
 def test_ranks_agree_on_the_largest_batchs_size() -> None:
     r = runner_of(double, 8, [2, 4, 8])
-    assert [r.agree(sizes) for sizes in ([1, 3, 2], [0, 0], [4], [9, 1], [8, 8])] == [4, 2, 4, None, 8]
+    assert [r.agree(sizes) for sizes in ([1, 3, 2], [0, 0], [4], [9, 1], [8, 8])] == [
+        4,
+        2,
+        4,
+        None,
+        8,
+    ]
     x = torch.ones(1, 3)
     assert torch.equal(r({"x": x}, size=r.agree([1, 3])), x * 2)
     assert r(None, size=4).shape == (0, 3), "an idle rank takes part"

@@ -1,4 +1,5 @@
-"""The compiled runner: right where Inductor is not, every size compiled once, and a way out where nothing compiles."""
+"""The compiled runner: right where Inductor is not, every size compiled once, and a way out where
+nothing compiles."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def reversed_rows(inputs: dict[str, Tensor], variant: str) -> Tensor:
 
 def test_b92_a_store_and_a_read_of_other_rows_stay_bitwise_right() -> None:
     pool = torch.zeros(4, 8)
-    buffers = {"pool": Buffer(pool, Padding.KEEP), "at": Buffer(torch.zeros(4, dtype=torch.int64), Padding.RESERVED, 0)}
+    buffers = {
+        "pool": Buffer(pool, Padding.KEEP),
+        "at": Buffer(torch.zeros(4, dtype=torch.int64), Padding.RESERVED, 0),
+    }
     r = CompiledRunner(reversed_rows, buffers, [2, 4], progress=False)
     for rows in ([0, 1, 2, 3], [2, 1], [3, 1, 0, 2]):
         start, at = torch.randn(4, 8), torch.tensor(rows)
@@ -44,7 +48,13 @@ def test_b92_a_store_and_a_read_of_other_rows_stay_bitwise_right() -> None:
         want = reversed_rows({"pool": mine, "at": at}, "")
         assert torch.equal(pool, mine)
         assert torch.equal(got, want)
-    assert dict(r.stats) == {"replays": 3, "eager": 0, "captures": 2, "padded_rows": 0, "graph_bytes": 0}
+    assert dict(r.stats) == {
+        "replays": 3,
+        "eager": 0,
+        "captures": 2,
+        "padded_rows": 0,
+        "graph_bytes": 0,
+    }
 
 
 def test_indexed_stores_are_found_in_traced_graphs() -> None:
@@ -91,18 +101,31 @@ def test_runners_of_one_step_keep_to_their_own_modules(no_inductor) -> None:
         return runner_of(lambda inputs, variant: module(inputs["x"]), 2, [2], CompiledRunner)
 
     runners = {factor: run(factor) for factor in (2, 3)}
-    for factor, r in (*runners.items(), *runners.items()):  # modules are not compared before each call
+    for factor, r in (
+        *runners.items(),
+        *runners.items(),
+    ):  # modules are not compared before each call
         assert torch.equal(r({"x": torch.ones(2, 3)}), torch.full((2, 3), float(factor)))
 
 
 def test_an_engine_that_is_dropped_takes_what_was_compiled_with_it() -> None:
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-    options = {"graphs": True, "kv_tokens": 64, "page_size": 4, "max_requests": 1, "progress": False}
+    options = {
+        "graphs": True,
+        "kv_tokens": 64,
+        "page_size": 4,
+        "max_requests": 1,
+        "progress": False,
+    }
     stays, goes = (LLM("tiny", device="cpu", **options) for _ in range(2))
     want = [llm.generate([[1, 2, 3]], params)[0].token_ids for llm in (stays, goes)]
     assert want[0] == want[1]
     assert goes.runner.stats.captures == 1
-    weight, runner, number = next(goes.decoder.parameters()), goes.runner, goes.runner.step.opaque.number
+    weight, runner, number = (
+        next(goes.decoder.parameters()),
+        goes.runner,
+        goes.runner.step.opaque.number,
+    )
     parts = [goes.pool, goes.pool.k(0), goes.decoder, weight, runner, runner.step, runner._compiled]
     held = [weakref.ref(part) for part in parts]
     del goes, weight, runner, parts
@@ -112,7 +135,11 @@ def test_an_engine_that_is_dropped_takes_what_was_compiled_with_it() -> None:
     again = LLM("tiny", device="cpu", **options)
     assert again.generate([[1, 2, 3]], params)[0].token_ids == want[0]
     assert again.runner.step.opaque.number <= number  # a number is part of the code that is cached
-    assert (stays.runner.stats.captures, stays.runner.stats.replays, stays.runner.stats.eager) == (1, 4, 0)
+    assert (stays.runner.stats.captures, stays.runner.stats.replays, stays.runner.stats.eager) == (
+        1,
+        4,
+        0,
+    )
 
 
 def test_padding_and_outputs_as_in_a_graph(no_inductor) -> None:
@@ -146,7 +173,9 @@ def test_without_a_compiler_it_goes_on_eagerly(monkeypatch) -> None:
     monkeypatch.setattr(inductor, "compile_fx", broken)
     r = runner_of(double, 4, [2, 4], CompiledRunner)
     x = torch.randn(3, 3)
-    with pytest.warns(RuntimeWarning, match=r"greedy × 4 failed(.|\n)*\(1\)(.|\n)*\(2\)(.|\n)*\(3\)"):
+    with pytest.warns(
+        RuntimeWarning, match=r"greedy × 4 failed(.|\n)*\(1\)(.|\n)*\(2\)(.|\n)*\(3\)"
+    ):
         assert torch.equal(r({"x": x}), x * 2)
     assert torch.equal(r({"x": x}), x * 2)
     assert not r.can_run(3)

@@ -19,12 +19,25 @@ def powers(inputs, variant, hidden=Hidden.NULL):
 
 @on_devices
 def test_rare_variants_are_captured_when_they_first_come(device) -> None:
-    r = runner_of(powers, 4, [1, 2, 4], device=device, variants=("one", "two", "three"), later=("two", "three"))
+    r = runner_of(
+        powers,
+        4,
+        [1, 2, 4],
+        device=device,
+        variants=("one", "two", "three"),
+        later=("two", "three"),
+    )
     assert set(r.graphs) == {("one", n) for n in (1, 2, 4)}
     assert r.can_run(3), "what can be captured can be run"
     x = torch.randn(3, 3)
     with torch.inference_mode():  # as an engine steps
-        for variant, power, captures in (("one", 1, 3), ("three", 3, 6), ("one", 1, 6), ("two", 2, 9), ("three", 3, 9)):
+        for variant, power, captures in (
+            ("one", 1, 3),
+            ("three", 3, 6),
+            ("one", 1, 6),
+            ("two", 2, 9),
+            ("three", 3, 9),
+        ):
             torch.testing.assert_close(r({"x": x}, variant).cpu(), x**power)
             assert r.stats.captures == captures
     assert (r.stats.replays, r.stats.eager) == (5, 0)
@@ -67,7 +80,12 @@ def test_a_variant_brings_only_what_it_reads(kind, monkeypatch) -> None:
 
     monkeypatch.setattr(inductor, "compile_fx", lambda graph, inputs, config_patches: graph.forward)
     made = staged(
-        4, "cpu", {"a": rule(), "b": rule(Padding.FILL, 0.5, per_row=2, dtype=torch.float64, variants=("both",))}
+        4,
+        "cpu",
+        {
+            "a": rule(),
+            "b": rule(Padding.FILL, 0.5, per_row=2, dtype=torch.float64, variants=("both",)),
+        },
     )
     made["c"] = Buffer(torch.zeros(4), Padding.FILL, -1, variants=("both",))
     assert made["b"].tensor.dtype == torch.float64
@@ -83,8 +101,12 @@ def test_a_variant_brings_only_what_it_reads(kind, monkeypatch) -> None:
     assert r({"a": a}, "a").tolist() == [2, 4, 6]
     torch.testing.assert_close(r({"a": a, "b": b, "c": c}, "both"), a + b.view(3, 2).sum(1) + c)
     assert r({"a": a[:1]}, "a").tolist() == [2]
-    torch.testing.assert_close(r({"a": a[:1], "b": b[:2], "c": c[:1]}, "both"), a[:1] + b[:2].sum() + c[:1])
-    assert made["b"].tensor.tolist() == [*b[:2].tolist(), *[0.5] * 6], "nothing stays of a larger batch"
+    torch.testing.assert_close(
+        r({"a": a[:1], "b": b[:2], "c": c[:1]}, "both"), a[:1] + b[:2].sum() + c[:1]
+    )
+    assert made["b"].tensor.tolist() == [*b[:2].tolist(), *[0.5] * 6], (
+        "nothing stays of a larger batch"
+    )
     assert made["c"].tensor.tolist() == [float(c[0]), -1, -1, -1]
     with pytest.raises(ArgumentError, match="'b'"):
         r({"a": a}, "both")

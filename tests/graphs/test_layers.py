@@ -1,4 +1,5 @@
-"""Models that are more than attention over pages: a decoder that looks at an encoder, and a layer with a state."""
+"""Models that are more than attention over pages: a decoder that looks at an encoder, and a layer
+with a state."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ ways = pytest.mark.parametrize(
 
 
 def indices(device: str, padding: Padding, fill: int, variants: tuple[str, ...] = ()) -> Buffer:
-    return Buffer(torch.zeros(4, dtype=torch.int64, device=device), padding, fill, variants=variants)
+    return Buffer(
+        torch.zeros(4, dtype=torch.int64, device=device), padding, fill, variants=variants
+    )
 
 
 def close(got: Tensor, want: Tensor, kind: type[GraphRunner]) -> None:
@@ -35,7 +38,8 @@ def close(got: Tensor, want: Tensor, kind: type[GraphRunner]) -> None:
 
 
 class CrossLayer(nn.Module):
-    """A decoder layer: what it holds of the text so far, then what it looks up in the encoder's states, then an MLP."""
+    """A decoder layer: what it holds of the text so far, then what it looks up in the encoder's
+    states, then an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,17 +63,25 @@ class CrossLayer(nn.Module):
 @ways
 def test_a_decoder_with_cross_attention_has_two_graphs_a_size(kind, device, monkeypatch) -> None:
     if device == "cpu":  # traced, but no code is generated, which would take long
-        monkeypatch.setattr(inductor, "compile_fx", lambda graph, inputs, config_patches: graph.forward)
+        monkeypatch.setattr(
+            inductor, "compile_fx", lambda graph, inputs, config_patches: graph.forward
+        )
     layer = CrossLayer().to(device)
     buffers = {
         "x": Buffer(torch.zeros(4, D, device=device)),
         "encoder": Buffer(torch.zeros(4, SOURCE, D, device=device), variants=("cross",)),
-        "encoder_lens": indices(device, Padding.FILL, 1, ("cross",)),  # 0 would be a row without keys: NaN
+        "encoder_lens": indices(
+            device, Padding.FILL, 1, ("cross",)
+        ),  # 0 would be a row without keys: NaN
     }
     r = kind(layer, buffers, [2, 4], variants=("text", "cross"), progress=False)
     for n in (4, 3, 1, 2, 4):
         texts = {"x": torch.randn(n, D)}
-        both = {**texts, "encoder": torch.randn(n, SOURCE, D), "encoder_lens": torch.randint(1, SOURCE + 1, (n,))}
+        both = {
+            **texts,
+            "encoder": torch.randn(n, SOURCE, D),
+            "encoder_lens": torch.randint(1, SOURCE + 1, (n,)),
+        }
         for variant, batch in (("text", texts), ("cross", both), ("text", both)):
             got = r(batch, variant)
             assert got.isfinite().all()
@@ -78,7 +90,9 @@ def test_a_decoder_with_cross_attention_has_two_graphs_a_size(kind, device, monk
                 torch.testing.assert_close(got, want)
                 close(got, layer(r.views(r.bucket(n)), variant)[:n], kind)
         assert (r.buffers["encoder_lens"].tensor[n:] == 1).all()
-        assert not r.buffers["encoder"].tensor[n:].any(), "nothing stays of a larger batch's encoder"
+        assert not r.buffers["encoder"].tensor[n:].any(), (
+            "nothing stays of a larger batch's encoder"
+        )
     assert r(None, "cross").shape == (0, D), "an idle replay looks at a source of one state"
     assert (r.stats.captures, r.stats.replays, r.stats.eager) == (4, 16, 0)
     with pytest.raises(ValueError, match="encoder"):
@@ -86,17 +100,22 @@ def test_a_decoder_with_cross_attention_has_two_graphs_a_size(kind, device, monk
 
 
 class RecurrentLayer(nn.Module):
-    """``state = decay * state + x``, one line of state per request: a linear recurrence, as hybrid models have."""
+    """``state = decay * state + x``, one line of state per request: a linear recurrence, as hybrid
+    models have."""
 
     def __init__(self, slots: int, device: str) -> None:
         super().__init__()
         self.decay = nn.Parameter(torch.rand(D, device=device))
         self.slots = slots
-        self.register_buffer("state", torch.zeros(slots + 1, D, device=device))  # the last line is padding's
+        self.register_buffer(
+            "state", torch.zeros(slots + 1, D, device=device)
+        )  # the last line is padding's
 
     def forward(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
         read, write, state = inputs["read_slots"], inputs["write_slots"], self.get_buffer("state")
-        old = torch.where(read[:, None] < 0, 0.0, state[read.clamp_min(0)])  # -1: nobody's, or no state yet
+        old = torch.where(
+            read[:, None] < 0, 0.0, state[read.clamp_min(0)]
+        )  # -1: nobody's, or no state yet
         new = self.decay * old + inputs["x"]
         state.index_copy_(0, write, new)
         return torch.tanh(new)
@@ -142,7 +161,9 @@ def test_eager_on_the_same_buffers_and_the_replay_leave_the_same_state() -> None
     }
     r = CudaGraphRunner(layer, buffers, [2], state={"state": state}, progress=False)
     start = state.copy_(torch.randn(4, D)).clone()
-    got = r({"x": torch.randn(1, D), "read_slots": torch.tensor([1]), "write_slots": torch.tensor([1])})
+    got = r(
+        {"x": torch.randn(1, D), "read_slots": torch.tensor([1]), "write_slots": torch.tensor([1])}
+    )
     after = state.clone()
     state.copy_(start)
     with torch.no_grad():

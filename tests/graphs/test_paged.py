@@ -6,17 +6,23 @@ import pytest
 import torch
 from worlds import HEADS, D, PagedLayer
 
-from minikv._triton import HAVE_TRITON
 from minikv.errors import ArgumentError
+from minikv.kernels.triton import HAVE_TRITON
 
 CUDA = torch.cuda.is_available()
-WAYS = [("torch", "cpu"), ("triton", "cpu"), pytest.param(("triton", "cuda"), marks=pytest.mark.gpu)]
+WAYS = [
+    ("torch", "cpu"),
+    ("triton", "cpu"),
+    pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture(params=WAYS, ids="-".join)
 def way(request: pytest.FixtureRequest) -> dict[str, str]:
     if request.param == ("triton", "cpu") and (CUDA or not HAVE_TRITON):
-        pytest.skip("kernels are compiled for CUDA in this process" if CUDA else "Triton is not installed")
+        pytest.skip(
+            "kernels are compiled for CUDA in this process" if CUDA else "Triton is not installed"
+        )
     return dict(zip(("backend", "device"), request.param, strict=True))
 
 
@@ -34,7 +40,12 @@ def test_b77_a_shrinking_batch_leaves_nothing_behind(way) -> None:
         w.table.write(rows[:n], lens[:n], lens[:n] + 1, at)
         q, k, v = torch.randn(3, n, HEADS, D, device=w.device)
         tokens = torch.randint(1, 9, (n,))
-        made = {"token_ids": tokens, "positions": lens[:n].clone(), "rows": rows[:n], "out_slots": at}
+        made = {
+            "token_ids": tokens,
+            "positions": lens[:n].clone(),
+            "rows": rows[:n],
+            "out_slots": at,
+        }
         lens[:n] += 1
         return {**made, "seq_lens": lens[:n].clone(), "q": q, "k": k, "v": v}
 
@@ -46,7 +57,13 @@ def test_b77_a_shrinking_batch_leaves_nothing_behind(way) -> None:
     torch.testing.assert_close(got, w.want(three))
     after = pools(w)
     assert torch.equal(after[:, 24], before[:, 24])
-    for name, value in {"rows": 0, "out_slots": 0, "positions": 0, "token_ids": 0, "seq_lens": 1}.items():
+    for name, value in {
+        "rows": 0,
+        "out_slots": 0,
+        "positions": 0,
+        "token_ids": 0,
+        "seq_lens": 1,
+    }.items():
         assert set(w.runner.buffers[name].tensor[3:].tolist()) == {value}, name
     same = w.runner.run_step(w.runner.views(4), "greedy")[:3]
     assert torch.equal(got, same), "replay equals eager on the same static buffers"
@@ -64,7 +81,9 @@ def test_every_size_shrinking_and_growing_leaves_other_slots_alone(way) -> None:
         torch.testing.assert_close(got, w.want(batch))
         assert all(torch.equal(batch[k], v) for k, v in untouched.items())
         size = w.runner.bucket(n) or n
-        assert w.totals == [int(batch["seq_lens"].sum()) + size - n], "sums count padding, and the batch's do not"
+        assert w.totals == [int(batch["seq_lens"].sum()) + size - n], (
+            "sums count padding, and the batch's do not"
+        )
         same = w.runner.run_step(w.runner.views(size), "greedy")[:n]
         assert torch.equal(got, same)
         mine = torch.zeros(before.shape[1], dtype=torch.bool)
@@ -96,11 +115,20 @@ def test_b80_padding_writes_to_a_page_that_nobody_gets(way, page_size) -> None:
         slots += got.tolist()
     assert sorted(slots) == list(range(page_size, 32 + page_size))
     w.allocator.clear()
-    rows, lens = w.fill([8, 7, 3]), torch.tensor([7, 6, 2])  # the last token of each is about to be written again
+    rows, lens = (
+        w.fill([8, 7, 3]),
+        torch.tensor([7, 6, 2]),
+    )  # the last token of each is about to be written again
     live = torch.cat([w.table.table[r, :n] for r, n in zip(rows, (8, 7, 3), strict=True)]).long()
     q, k, v = torch.randn(3, 3, HEADS, D, device=w.device)
     last = w.table.table[rows.to(w.device), lens.to(w.device)].long()
-    batch = {"token_ids": rows, "positions": lens, "rows": rows, "seq_lens": lens + 1, "out_slots": last}
+    batch = {
+        "token_ids": rows,
+        "positions": lens,
+        "rows": rows,
+        "seq_lens": lens + 1,
+        "out_slots": last,
+    }
     want = pools(w)
     want[:, last.cpu()] = torch.stack((k, v)).cpu()
     for n in (3, 2, 1):
@@ -117,7 +145,10 @@ def test_b82_rows_and_slots_are_padded_alike(way) -> None:
     assert torch.equal(pools(w), before)
     stored = []
     set_kv = w.pool.set_kv
-    w.pool.set_kv = lambda layer, slots, k, v: (stored.append((len(slots), len(k))), set_kv(layer, slots, k, v))[1]
+    w.pool.set_kv = lambda layer, slots, k, v: (
+        stored.append((len(slots), len(k))),
+        set_kv(layer, slots, k, v),
+    )[1]
     rows = w.fill([1, 2, 3])
     w.runner(w.batch(rows, torch.tensor([1, 2, 3])))
     if w.device == "cpu":  # on CUDA no Python runs in a replay

@@ -1,4 +1,5 @@
-"""Padding, outputs, variants, hidden states, capture: on the CPU through the tape, with ``-m gpu`` for real."""
+"""Padding, outputs, variants, hidden states, capture: on the CPU through the tape, with ``-m gpu``
+for real."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 
 
 def everything(rows: int, device: str) -> dict[str, Buffer]:
-    made = staged(rows, device, {"token_ids": rule(), "seq_lens": rule(Padding.FILL, 1), "row": rule(Padding.RESERVED)})
+    made = staged(
+        rows,
+        device,
+        {"token_ids": rule(), "seq_lens": rule(Padding.FILL, 1), "row": rule(Padding.RESERVED)},
+    )
     made["x"] = Buffer(torch.zeros(rows, 2, device=device))
     made["drafts"] = Buffer(torch.zeros(rows * 3, device=device), Padding.FILL, -1, per_row=3)
     made["table"] = Buffer(torch.arange(10.0, device=device), Padding.KEEP)
@@ -27,7 +32,9 @@ def everything(rows: int, device: str) -> dict[str, Buffer]:
 
 def sums(inputs: dict[str, Tensor], variant: str) -> Tensor:
     """Reads every input."""
-    rows = sum(inputs[name].float() for name in ("token_ids", "seq_lens", "row")) + inputs["x"].sum(1)
+    rows = sum(inputs[name].float() for name in ("token_ids", "seq_lens", "row")) + inputs["x"].sum(
+        1
+    )
     return rows + inputs["drafts"].view(-1, 3).sum(1) + inputs["table"].sum()
 
 
@@ -46,7 +53,9 @@ def test_every_buffer_is_padded_by_its_rule_after_a_shrinking_batch(device) -> N
         got = r(batch).cpu()
         table = torch.arange(10.0)
         torch.testing.assert_close(got, sums({**batch, "table": table}, ""))
-        assert all(torch.equal(batch[name], t) for name, t in before.items()), "the batch belongs to the caller"
+        assert all(torch.equal(batch[name], t) for name, t in before.items()), (
+            "the batch belongs to the caller"
+        )
         for name, b in r.buffers.items():
             if b.padding is Padding.KEEP:
                 assert torch.equal(b.tensor.cpu(), table)
@@ -87,7 +96,11 @@ def test_plain_tensors_pad_by_name() -> None:
 
 def test_bad_batches_name_the_input() -> None:
     r = CudaGraphRunner(sums, everything(4, "cpu"), [4], progress=False)
-    good = {n: b.tensor[: 2 * b.per_row].clone() for n, b in r.buffers.items() if b.padding is not Padding.KEEP}
+    good = {
+        n: b.tensor[: 2 * b.per_row].clone()
+        for n, b in r.buffers.items()
+        if b.padding is not Padding.KEEP
+    }
     with pytest.raises(ArgumentError, match="row"):
         r({k: v for k, v in good.items() if k != "row"})
     with pytest.raises(ArgumentError, match="drafts"):
@@ -107,13 +120,19 @@ def test_variants_are_graphs_of_their_own(device) -> None:
     x = torch.randn(3, 3)
     assert torch.equal(r({"x": x}).cpu(), x * 2)
     assert torch.equal(r({"x": x}, "plus").cpu(), x + 1)
-    with pytest.raises(ArgumentError, match=r"'logprobs'.*greedy × 1, greedy × 4, plus × 1, plus × 4"):
+    with pytest.raises(
+        ArgumentError, match=r"'logprobs'.*greedy × 1, greedy × 4, plus × 1, plus × 4"
+    ):
         r({"x": x}, "logprobs")
 
 
 @on_devices
 def test_a_batch_that_ran_eagerly_in_inference_mode_does_not_hinder_a_later_capture(device) -> None:
-    made = staged(4, device, {"x": rule(dtype=torch.float64), "y": rule(dtype=torch.float64, variants=("plus",))})
+    made = staged(
+        4,
+        device,
+        {"x": rule(dtype=torch.float64), "y": rule(dtype=torch.float64, variants=("plus",))},
+    )
     made["z"] = Buffer(torch.zeros(4, device=device), variants=("plus",))
     r = CudaGraphRunner(
         lambda inputs, variant: sum(inputs.values(), torch.zeros((), device=device)), made, [2],
@@ -134,7 +153,9 @@ def test_hidden_states_are_captured_when_first_asked_for(device) -> None:
         modes.append(hidden)
         states = inputs["x"] * 10  # [size * 2, 3]
         out = states.view(-1, 2, 3).sum((1, 2))
-        return {Hidden.NULL: out, Hidden.LAST: (out, states[1::2]), Hidden.FULL: (out, states)}[hidden]
+        return {Hidden.NULL: out, Hidden.LAST: (out, states[1::2]), Hidden.FULL: (out, states)}[
+            hidden
+        ]
 
     x = Buffer(torch.zeros(8, 3, device=device), per_row=2)
     r = CudaGraphRunner(step, {"x": x}, [2, 4], tokens_per_row=2, progress=False)
@@ -162,7 +183,13 @@ def test_hidden_states_are_captured_when_first_asked_for(device) -> None:
 @on_devices
 def test_an_idle_rank_replays_padding(device) -> None:
     seen = []
-    r = runner_of(double, 4, [2, 4], device=device, prepare=lambda host, size: seen.append((size, host["x"].clone())))
+    r = runner_of(
+        double,
+        4,
+        [2, 4],
+        device=device,
+        prepare=lambda host, size: seen.append((size, host["x"].clone())),
+    )
     r({"x": torch.ones(4, 3)})
     seen.clear()
     assert r(None).shape == (0, 3)
@@ -193,7 +220,8 @@ def test_capture_puts_the_state_back(device) -> None:
 
 
 def _frozen() -> int:
-    """Objects out of the collector's sight; after a collection, in which Python 3.12 sets some of its own aside."""
+    """Objects out of the collector's sight; after a collection, in which Python 3.12 sets some of
+    its own aside."""
     gc.collect()
     return gc.get_freeze_count()
 
@@ -210,7 +238,9 @@ def test_a_failed_capture_goes_on_eagerly(device) -> None:
 
     state, frozen = torch.ones(1, device=device), _frozen()
     before = torch.cuda.memory_reserved() if device == "cuda" else 0
-    with pytest.warns(RuntimeWarning, match=r"greedy × 2 failed.*out of everything(.|\n)*\(1\).*\(2\)(.|\n)*\(3\)"):
+    with pytest.warns(
+        RuntimeWarning, match=r"greedy × 2 failed.*out of everything(.|\n)*\(1\).*\(2\)(.|\n)*\(3\)"
+    ):
         r = runner_of(step, 4, [2, 4], device=device, state={"state": state})
     assert r.captured == []
     assert gc.isenabled()
@@ -302,7 +332,9 @@ def test_b88_graph_memory_is_little_more_than_the_largest_needs() -> None:
             super()._capture(hidden)
 
     ascending = runner_of(step, 64, sizes, Backwards, device="cuda").stats.graph_bytes
-    print(f"largest alone {alone >> 20} MiB, descending {descending >> 20}, ascending {ascending >> 20}")
+    print(
+        f"largest alone {alone >> 20} MiB, descending {descending >> 20}, ascending {ascending >> 20}"
+    )
     assert alone <= descending <= 1.2 * alone + (32 << 20)
     assert ascending > 2 * descending
 

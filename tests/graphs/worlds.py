@@ -1,4 +1,5 @@
-"""Small steps to run under a runner: a layer over a paged pool with its plain counterpart, an engine's decoding."""
+"""Small steps to run under a runner: a layer over a paged pool with its plain counterpart, an
+engine's decoding."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from minikv import LLM
 from minikv.attention import AttentionBackend, LayerAttention
+from minikv.engine.sampling import VARIANTS, sample
+from minikv.engine.step import CapturedDecode, CompiledDecode, OpaqueAttention, decode_buffers
 from minikv.graphs import Buffer, CudaGraphRunner, GraphRunner, Padding
-from minikv.graphs.decode import CapturedDecode, CompiledDecode, OpaqueAttention, decode_buffers
-from minikv.graphs.sampling import VARIANTS, sample
 from minikv.memory import KVPool, PagedAllocator, RequestTable
 
 HEADS, D = 2, 16
@@ -22,14 +23,17 @@ def double(inputs: dict[str, Tensor], variant: str) -> Tensor:
     return inputs["x"] * 2 if variant == "greedy" else inputs["x"] + 1
 
 
-def runner_of(step: Any, rows: int, sizes: list[int], kind: type[GraphRunner] = CudaGraphRunner, **options) -> Any:
+def runner_of(
+    step: Any, rows: int, sizes: list[int], kind: type[GraphRunner] = CudaGraphRunner, **options
+) -> Any:
     """A runner over one buffer x [rows, 3]."""
     device = options.pop("device", "cpu")
     return kind(step, {"x": torch.zeros(rows, 3, device=device)}, sizes, progress=False, **options)
 
 
 class PagedLayer:
-    """One attention layer over a pool, run by a graph runner (on CUDA as captured, on the CPU through the tape)."""
+    """One attention layer over a pool, run by a graph runner (on CUDA as captured, on the CPU
+    through the tape)."""
 
     def __init__(
         self, sizes: list[int], page_size: int = 4, size: int = 64, window: int = -1, device: str = "cpu",
@@ -39,15 +43,24 @@ class PagedLayer:
         self.allocator = PagedAllocator(size, page_size, device)
         self.table = RequestTable(max_requests, context, device)
         self.attention = AttentionBackend(
-            self.pool, self.table, page_size=page_size, q_heads=HEADS, backend=backend, max_requests=max_requests
+            self.pool,
+            self.table,
+            page_size=page_size,
+            q_heads=HEADS,
+            backend=backend,
+            max_requests=max_requests,
         )
         self.device, self.layer = device, LayerAttention(sliding_window=window)
         self.opaque = OpaqueAttention(self.attention, [self.layer])
         buffers = decode_buffers(max_requests, torch.device(device))
         for name, value in {"q": 0.0, "k": padding_kv, "v": padding_kv}.items():
-            buffers[name] = Buffer(torch.zeros(max_requests, HEADS, D, device=device), Padding.FILL, value)
+            buffers[name] = Buffer(
+                torch.zeros(max_requests, HEADS, D, device=device), Padding.FILL, value
+            )
         self.totals: list[int] = []
-        self.runner = CudaGraphRunner(self.step, buffers, sizes, prepare=self.prepare, progress=False, **options)
+        self.runner = CudaGraphRunner(
+            self.step, buffers, sizes, prepare=self.prepare, progress=False, **options
+        )
 
     def prepare(self, host: dict[str, Tensor], size: int) -> None:
         self.totals.append(int(host["seq_lens"].sum()))
@@ -97,16 +110,21 @@ class PagedLayer:
     def want(self, batch: dict[str, Tensor], window: int = -1) -> Tensor:
         """Each request by itself, in float64."""
         outs = []
-        for i, (row, n) in enumerate(zip(batch["rows"].tolist(), batch["seq_lens"].tolist(), strict=True)):
+        for i, (row, n) in enumerate(
+            zip(batch["rows"].tolist(), batch["seq_lens"].tolist(), strict=True)
+        ):
             slots = self.table.table[row, max(0, n - 1 - window if window >= 0 else 0) : n].long()
             k, v = (t[slots].double() for t in (self.pool.k(0), self.pool.v(0)))
-            weights = torch.softmax(torch.einsum("hd,nhd->hn", batch["q"][i].double(), k) * D**-0.5, -1)
+            weights = torch.softmax(
+                torch.einsum("hd,nhd->hn", batch["q"][i].double(), k) * D**-0.5, -1
+            )
             outs.append(torch.einsum("hn,nhd->hd", weights, v))
         return torch.stack(outs).float()
 
 
 class TapedDecode(CompiledDecode):
-    """The engine's decode step as a tape can record it: attention is one operation, sampling is its own many."""
+    """The engine's decode step as a tape can record it: attention is one operation, sampling is its
+    own many."""
 
     def __call__(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
         logits = self.decoder(inputs["token_ids"], inputs["positions"], self.opaque)
@@ -115,7 +133,11 @@ class TapedDecode(CompiledDecode):
 
 def give_graphs(llm: LLM, sizes: list[int], device: str = "cpu", **options: Any) -> CudaGraphRunner:
     """Let an engine decode through a CUDA graph runner of these sizes; on the CPU through tapes."""
-    step = TapedDecode(llm.decoder, llm.attention) if device == "cpu" else CapturedDecode(llm.decoder, llm.attention)
+    step = (
+        TapedDecode(llm.decoder, llm.attention)
+        if device == "cpu"
+        else CapturedDecode(llm.decoder, llm.attention)
+    )
     rows = llm.scheduler.max_requests
     llm.runner = CudaGraphRunner(
         step, decode_buffers(rows, torch.device(device), llm.config.vocab_size), sizes, variants=VARIANTS,

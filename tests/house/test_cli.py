@@ -1,4 +1,5 @@
-"""The commands a newcomer types: they do what they say, and their errors are one line that names the remedy."""
+"""The commands a newcomer types: they do what they say, and their errors are one line that names
+the remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ def folder(tmp_path, monkeypatch: pytest.MonkeyPatch):
         ("01_second", "2 + 2"),
         ("02_broken", "1 / 0"),
     ):
-        cells = [nbformat.v4.new_markdown_cell(f"# Title of {name}"), nbformat.v4.new_code_cell(source)]
+        cells = [
+            nbformat.v4.new_markdown_cell(f"# Title of {name}"),
+            nbformat.v4.new_code_cell(source),
+        ]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / f"{name}.ipynb")
     monkeypatch.setattr(tour, "notebooks_dir", lambda: tmp_path)
     return tmp_path
@@ -58,7 +62,9 @@ def test_tour_says_when_it_cannot_write(folder, tmp_path, capsys) -> None:
 
 def test_lab_passes_arguments_on(folder, monkeypatch) -> None:
     called = {}
-    monkeypatch.setattr(tour.subprocess, "call", lambda command, cwd: called.update(command=command, cwd=cwd) or 0)
+    monkeypatch.setattr(
+        tour.subprocess, "call", lambda command, cwd: called.update(command=command, cwd=cwd) or 0
+    )
     assert cli.main(["lab", "--no-browser", "--port=9"]) == 0
     assert called["command"][1:] == ["-m", "jupyterlab", "--no-browser", "--port=9"]
     assert called["cwd"] == folder
@@ -73,7 +79,7 @@ def test_unknown_arguments_are_refused(capsys) -> None:
 
 def test_doctor_prints_facts_and_repairs(capsys, monkeypatch) -> None:
     import minikv
-    from minikv.models import download
+    from minikv.models.files import download
 
     monkeypatch.setenv("MINIKV_CACHE", "/nonexistent/minikv")
     monkeypatch.setattr(report, "dot_program", lambda: None)
@@ -96,9 +102,7 @@ def test_bench_lists_names(capsys) -> None:
 
 
 def test_pages_fold_their_answers_and_link_to_each_other(folder, tmp_path) -> None:
-    source = (
-        "# Folded\n\n<details><summary>Answer</summary>\n\nIt is 4.\n\n</details>\n\n[to the second](01_second.ipynb)"
-    )
+    source = "# Folded\n\n<details><summary>Answer</summary>\n\nIt is 4.\n\n</details>\n\n[to the second](01_second.ipynb)"
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(source)])
     nbformat.write(book, folder / "00_first.ipynb")
     assert cli.main(["tour", "--only", "00,01", "--out", str(tmp_path / "pages")]) == 0

@@ -1,4 +1,5 @@
-"""The habits of the project: formatted, linted, typed, small files, and pins that agree with each other."""
+"""The habits of the project: formatted, linted, typed, small files, and pins that agree with each
+other."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
@@ -42,12 +45,22 @@ def test_a_file_is_read_in_one_sitting(path: Path) -> None:
 def _code_lines(path: Path) -> int:
     """Lines that hold code: without blank lines, comments and docstrings."""
     source, lines = path.read_text(), set()
-    nothing = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    nothing = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in nothing:
             lines |= set(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return len(lines)
 
@@ -55,7 +68,10 @@ def _code_lines(path: Path) -> int:
 def test_floors_stay_small() -> None:
     beside = {"viz", "measure", "lessons"}
     folders = [p for p in (ROOT / "minikv").iterdir() if p.is_dir() and p.name not in beside]
-    files = [ROOT / "minikv" / "device.py", *(f for folder in folders for f in folder.rglob("*.py"))]
+    files = [
+        ROOT / "minikv" / "device.py",
+        *(f for folder in folders for f in folder.rglob("*.py")),
+    ]
     assert sum(_code_lines(path) for path in files) <= 7800  # the aim is 6,000
 
 
@@ -64,7 +80,11 @@ def _names(specs: list[str]) -> set[str]:
 
 
 def test_constraints_pin_every_dependency_exactly() -> None:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     assert all(re.fullmatch(r"[A-Za-z0-9_.\-]+==[^\s=]+", line) for line in lines)
     pins = {line.split("==")[0].lower().replace("-", "_"): line.split("==")[1] for line in lines}
     assert pins["torch"] == "2.13.0"
@@ -93,7 +113,9 @@ def test_top_level_is_the_design_card() -> None:
         "constraints.txt",
         "LICENSE",
     }
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
     tops = {name.split("/")[0] for name in listed}
     assert {t for t in tops if not t.startswith(".")} <= allowed
 

@@ -35,7 +35,9 @@ def test_a_run_is_first_come_first_fit(rule: str, seed: int) -> None:
         cells = painted(memory)
         assert moment.segments == memory.segments()
         levels = moment.levels
-        assert levels["used"] + levels["reserved"] + levels["internal"] == sum(cell is not None for cell in cells)
+        assert levels["used"] + levels["reserved"] + levels["internal"] == sum(
+            cell is not None for cell in cells
+        )
         if levels["external"]:
             assert waiting
             assert levels["external"] == cells.count(None) >= reserve(waiting[0])

@@ -1,4 +1,5 @@
-"""Every exercise: the stub fails, the solution passes, each known wrong answer is rejected and its cause named."""
+"""Every exercise: the stub fails, the solution passes, each known wrong answer is rejected and its
+cause named."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class TestExercise:
         for mistake in known:
             verdict = check(task.id, mistake.function, quiet=True)
             assert not verdict, f"{mistake.function.__name__} passes"
-            assert mistake.cause in verdict.message, f"{mistake.function.__name__}: {verdict.message}"
+            assert mistake.cause in verdict.message, (
+                f"{mistake.function.__name__}: {verdict.message}"
+            )
 
     def test_has_what_a_learner_needs(self, task) -> None:
         assert task.statement

@@ -1,4 +1,5 @@
-"""What a failing check draws: for every known wrong answer a picture, for hostile ones at least the verdict."""
+"""What a failing check draws: for every known wrong answer a picture, for hostile ones at least the
+verdict."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def test_every_wrong_answer_is_drawn(task) -> None:
         assert_picture(verdict.drawing)
         assert "image/svg+xml" in verdict._repr_mimebundle_()
         assert isinstance(verdict.drawing, Drawing)
-        assert bool(task.picture) == (verdict.drawing.title != "Expected, and yours"), "the state failed to be drawn"
+        assert bool(task.picture) == (verdict.drawing.title != "Expected, and yours"), (
+            "the state failed to be drawn"
+        )
 
 
 class Bad:
@@ -89,10 +92,42 @@ HOSTILE = [
         len,
         {1},
     ),
-    *([], (), {}, [[]], [None], [[None], 3], {"a": {}}, {Bad: 1}, {None: [1]}, LOOP, [LOOP] * 9, [Bad(), [Bad()]]),
-    *(list(range(10**5)), [[1]] * 10**5, np.zeros((0, 3)), np.full((3, 3, 3), np.nan), np.array(3), np.array("x")),
-    *(torch.zeros(3), torch.tensor(1.5), torch.zeros(2, 2, requires_grad=True), torch.float32, iter([1]), range(3)),
-    *(SystemExit(), [("alloc", "x" * 500, 10**30)], [("alloc", "\x00", 1), ("free", 3)], [("free", "q"), ("alloc",)]),
+    *(
+        [],
+        (),
+        {},
+        [[]],
+        [None],
+        [[None], 3],
+        {"a": {}},
+        {Bad: 1},
+        {None: [1]},
+        LOOP,
+        [LOOP] * 9,
+        [Bad(), [Bad()]],
+    ),
+    *(
+        list(range(10**5)),
+        [[1]] * 10**5,
+        np.zeros((0, 3)),
+        np.full((3, 3, 3), np.nan),
+        np.array(3),
+        np.array("x"),
+    ),
+    *(
+        torch.zeros(3),
+        torch.tensor(1.5),
+        torch.zeros(2, 2, requires_grad=True),
+        torch.float32,
+        iter([1]),
+        range(3),
+    ),
+    *(
+        SystemExit(),
+        [("alloc", "x" * 500, 10**30)],
+        [("alloc", "\x00", 1), ("free", 3)],
+        [("free", "q"), ("alloc",)],
+    ),
 ]
 
 
@@ -107,7 +142,9 @@ def test_hostile_results_are_drawn_or_told(task) -> None:
             assert_picture(drawing)
 
 
-@pytest.mark.parametrize("id", ["00-pages-needed", "03-refused", "04-alloc-decode", "07-duplicate-insert"])
+@pytest.mark.parametrize(
+    "id", ["00-pages-needed", "03-refused", "04-alloc-decode", "07-duplicate-insert"]
+)
 def test_a_check_survives_hostile_results(id) -> None:
     for got in [*HOSTILE, Bad(), [Bad(), Bad()], BadList([1])]:
         assert not check(id, lambda *args, got=got: got, quiet=True)
@@ -140,14 +177,19 @@ def test_the_first_difference_is_marked(expected, got, part, at) -> None:
     assert drawing.desc.endswith(f"they differ first {part} at {at}.".replace("  ", " "))
     assert drawing.svg.count("<circle") == 1
     assert drawing.text.count("^ differs") == 1
-    assert any((row["part"], row["at"]) == (part, at) for row in drawing.data), "what differs lies in the cells shown"
+    assert any((row["part"], row["at"]) == (part, at) for row in drawing.data), (
+        "what differs lies in the cells shown"
+    )
 
 
 def test_long_results_are_cut_and_say_so() -> None:
     drawing = side_by_side(list(range(100)), [*range(70), 0, *range(71, 100)], note="a case")
     assert "+63 before" in drawing.text
     assert "more" in drawing.text
-    assert "+34 more before, +10 more after" in side_by_side([[i] for i in range(50)], [[i] for i in range(37)]).text
+    assert (
+        "+34 more before, +10 more after"
+        in side_by_side([[i] for i in range(50)], [[i] for i in range(37)]).text
+    )
 
 
 def test_numbers_that_look_alike_are_written_out() -> None:

@@ -21,7 +21,9 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 
 
 def _notebook(path, *sources):
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s, id=f"c{i}") for i, s in enumerate(sources)])
+    book = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(s, id=f"c{i}") for i, s in enumerate(sources)]
+    )
     nbformat.write(book, path)
     return path
 
@@ -52,7 +54,9 @@ def test_b134_a_copied_check_cell_is_named_and_the_rest_still_runs(tmp_path) -> 
 
 
 def test_b134_doubled_cell_ids_lose_no_marks(tmp_path) -> None:
-    book = json.loads(_notebook(tmp_path / "00_twice.ipynb", RIGHT, CHECK, CHECK, "2 + 2", CHECK).read_text())
+    book = json.loads(
+        _notebook(tmp_path / "00_twice.ipynb", RIGHT, CHECK, CHECK, "2 + 2", CHECK).read_text()
+    )
     for cell in book["cells"][1:]:
         cell["id"] = "check"
     (tmp_path / "00_twice.ipynb").write_text(json.dumps(book))

@@ -204,7 +204,13 @@ def _leaves_a_loop_to_the_collector(*args):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "answer",
-    [_continues, _continues_inside, _suppresses, _returns_from_finally, _leaves_a_loop_to_the_collector],
+    [
+        _continues,
+        _continues_inside,
+        _suppresses,
+        _returns_from_finally,
+        _leaves_a_loop_to_the_collector,
+    ],
 )
 def test_loops_that_catch_everything_end_by_the_budget(answer) -> None:
     for steps in range(1, 40):  # wherever the first exception strikes

@@ -1,4 +1,5 @@
-"""The measuring tools count, summarise and write what they say; no test here looks at how fast anything is."""
+"""The measuring tools count, summarise and write what they say; no test here looks at how fast
+anything is."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def test_measure_counts_calls_and_reports_spread() -> None:
     assert t.low <= t.median <= t.high
     assert t.us == t.median * 1e6
     calls.clear()
-    assert measure_host(lambda: calls.append(1), device="cpu", warmup=1, samples=3, burst=4).samples == 3
+    assert (
+        measure_host(lambda: calls.append(1), device="cpu", warmup=1, samples=3, burst=4).samples
+        == 3
+    )
     assert len(calls) == 1 + 12
 
 
@@ -59,7 +63,9 @@ def test_a_limit_of_a_cpu_is_the_best_of_several_rounds(monkeypatch) -> None:
 
 def test_tables_line_up() -> None:
     assert table([]) == "(nothing measured)"
-    lines = table([{"name": "a", "us": 1234.5, "n": 3}, {"name": "bcd", "us": 0.1234, "n": None}]).splitlines()
+    lines = table(
+        [{"name": "a", "us": 1234.5, "n": 3}, {"name": "bcd", "us": 0.1234, "n": None}]
+    ).splitlines()
     assert lines == ["name     us  n", "a     1,234  3", "bcd   0.123  –"]
 
 
@@ -73,7 +79,9 @@ def one_bench(monkeypatch):
         return {"rows": [{"us": 1.5, "quick": quick, "device": device}]}
 
     monkeypatch.setitem(
-        sys.modules, "minikv.measure.bench_nothing", SimpleNamespace(__doc__="Nothing at all.\n\nMore.", run=run)
+        sys.modules,
+        "minikv.measure.bench_nothing",
+        SimpleNamespace(__doc__="Nothing at all.\n\nMore.", run=run),
     )
     monkeypatch.setattr(suite, "names", lambda: ["nothing"])
 
@@ -93,7 +101,9 @@ def test_suite_writes_rows_with_the_facts_of_the_machine(one_bench, tmp_path, ca
 
 
 @pytest.mark.parametrize("where", ["/dev/null/x", "a_file", "a_file/deep"])
-def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(where, tmp_path, monkeypatch, capsys) -> None:
+def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(
+    where, tmp_path, monkeypatch, capsys
+) -> None:
     (tmp_path / "a_file").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(suite, "names", lambda: ["never"])  # there is no such module to run
@@ -136,16 +146,25 @@ def test_engine_benches_run_on_the_cpu(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(bench_traces, "SMALL", small)
     found = bench_traces.run(tmp_path, device="cpu")
     assert json.dumps(found)
-    assert [row["workload"] for row in found["rows"]] == ["few-shot", "chat", "tree-of-thought", "rag"]
+    assert [row["workload"] for row in found["rows"]] == [
+        "few-shot",
+        "chat",
+        "tree-of-thought",
+        "rag",
+    ]
     for row in found["rows"]:
-        assert 0 < row["hit rate"] <= row["optimum"] + 0.05, "a queue may be served in a luckier order"
+        assert 0 < row["hit rate"] <= row["optimum"] + 0.05, (
+            "a queue may be served in a luckier order"
+        )
         assert row["total tok/s on"] / row["total tok/s off"] == pytest.approx(row["on / off"])
         assert row["same"] > 0.9
         assert (tmp_path / f"{row['workload']}.svg").read_text().startswith("<svg")
 
     monkeypatch.setattr(bench_throughput, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(bench_throughput, "matmul_rate", lambda device, dtype: 1e10)
-    monkeypatch.setitem(bench_throughput.LOADS, "cpu", bench_throughput.Load("tiny", 6, 4, 12, 3, 60.0, False))
+    monkeypatch.setitem(
+        bench_throughput.LOADS, "cpu", bench_throughput.Load("tiny", 6, 4, 12, 3, 60.0, False)
+    )
     ours, limit, *peers = bench_throughput.run(device="cpu")["rows"]
     assert ours["requests"] == limit["requests"] == 6
     assert ours["tok/s"] * ours["seconds"] == pytest.approx(ours["output tokens"])
@@ -166,7 +185,9 @@ def test_what_transformers_made_in_its_time_is_counted(patience) -> None:
 
     model = bench_throughput.transformers_model(LLM("tiny", device="cpu", kv_tokens=256).decoder)
     small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    model.init_continuous_batching = partial(model.init_continuous_batching, continuous_batching_config=small)
+    model.init_continuous_batching = partial(
+        model.init_continuous_batching, continuous_batching_config=small
+    )
     prompts, asked = [[7, 300, 41, 5], [9] * 9], np.array([5, 12])
     for serve in (bench_throughput._static, bench_throughput._continuous):
         made, seconds = serve(model, prompts, asked, patience)
@@ -180,16 +201,27 @@ def test_transformers_gets_the_same_weights(name, monkeypatch) -> None:
     pytest.importorskip("transformers")
     from minikv import LLM, SamplingParams
     from minikv.measure.bench_throughput import transformers_model
-    from minikv.models import shapes
+    from minikv.models.files import shapes
 
-    small = {"num_layers": 2, "hidden_size": 64, "intermediate_size": 96, "q_heads": 4, "kv_heads": 2, "head_dim": 32}
-    config = dataclasses.replace(shapes.SHAPES["qwen3-0.6b"], **small, vocab_size=512, sliding_window=())
+    small = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "q_heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+    }
+    config = dataclasses.replace(
+        shapes.SHAPES["qwen3-0.6b"], **small, vocab_size=512, sliding_window=()
+    )
     monkeypatch.setitem(shapes.SHAPES, "qwen3-small", config)
     llm = LLM(name, device="cpu", kv_tokens=256, max_context=64)
     model, prompt = transformers_model(llm.decoder), [7, 300, 41, 5]
     [out] = llm.generate(prompt, SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))
     ids = torch.tensor([prompt])
-    theirs = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=9)
+    theirs = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=9
+    )
     assert theirs[0, 4:].tolist() == out.token_ids
 
 

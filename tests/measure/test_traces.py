@@ -1,4 +1,5 @@
-"""Workloads are as documented, and the optimum is what a tree finds, or what trying everything finds."""
+"""Workloads are as documented, and the optimum is what a tree finds, or what trying everything
+finds."""
 
 from __future__ import annotations
 
@@ -17,10 +18,29 @@ from minikv.memory import PagedAllocator
 from minikv.prefix import RadixCache
 
 SMALL = {
-    "few-shot": {"tasks": 2, "shots": 2, "questions": 6, "task_words": 9, "shot_words": 11, "question_words": 5},
-    "chat": {"chats": 5, "turns": 4, "system_words": 21, "user_words": (1, 9), "reply_words": (2, 12)},
+    "few-shot": {
+        "tasks": 2,
+        "shots": 2,
+        "questions": 6,
+        "task_words": 9,
+        "shot_words": 11,
+        "question_words": 5,
+    },
+    "chat": {
+        "chats": 5,
+        "turns": 4,
+        "system_words": 21,
+        "user_words": (1, 9),
+        "reply_words": (2, 12),
+    },
     "tree-of-thought": {"problems": 2, "branching": 2, "problem_words": 13, "thought_words": 7},
-    "rag": {"documents": 5, "questions": 20, "document_words": 19, "task_words": 4, "question_words": 3},
+    "rag": {
+        "documents": 5,
+        "questions": 20,
+        "document_words": 19,
+        "task_words": 4,
+        "question_words": 3,
+    },
 }
 PAGES = (1, 4, 16)
 
@@ -69,7 +89,10 @@ def test_shapes_are_as_documented():
 
     trace = small("tree-of-thought")
     assert [(r.group, r.token_ids.size) for r in trace] == [
-        (problem, 1 + 13 + d * (1 + 7) + 1) for d in range(3) for problem in range(2) for _ in range(2 ** (d + 1))
+        (problem, 1 + 13 + d * (1 + 7) + 1)
+        for d in range(3)
+        for problem in range(2)
+        for _ in range(2 ** (d + 1))
     ]
     assert len({r.token_ids.tobytes() for r in trace}) == 2 * (1 + 2 + 4)
 
@@ -104,7 +127,8 @@ def test_hits_of_a_trace_by_hand():
     assert optimal_hits(HAND, 2, spare_last=True) == [0, 2, 4, 2, 0, 4]
     # Three pages of two: [9]'s page goes for [5, 6], which the last prompt wants again.
     assert optimal_hits(HAND, 2, 3) == [0, 2, 4, 4, 0, 6]
-    # A and B by turns, and room for one: nothing helps; room for one and a half: the half that is kept.
+    # A and B by turns, and room for one: nothing helps; room for one and a half: the half that is
+    # kept.
     turns = [[1, 1], [2, 2], [1, 1], [2, 2]]
     assert optimal_hits(turns, 1, 2) == [0, 0, 0, 0]
     assert optimal_hits(turns, 1, 3) == [0, 0, 1, 1]
@@ -141,14 +165,25 @@ def test_a_cache_without_limit_finds_the_optimum(name, page):
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_engine_finds_the_optimum_one_by_one(name):
-    llm = LLM("tiny", device="cpu", page_size=4, kv_tokens=8192, max_requests=1, policy="fcfs", graphs=False)
+    llm = LLM(
+        "tiny",
+        device="cpu",
+        page_size=4,
+        kv_tokens=8192,
+        max_requests=1,
+        policy="fcfs",
+        graphs=False,
+    )
     trace = prompts(name)
-    outs = llm.generate([tokens.tolist() for tokens in trace], SamplingParams(max_tokens=1, temperature=0))
+    outs = llm.generate(
+        [tokens.tolist() for tokens in trace], SamplingParams(max_tokens=1, temperature=0)
+    )
     assert [out.cached_tokens for out in outs] == optimal_hits(trace, 4, spare_last=True)
 
 
 def best_of_all(trace: list[tuple[int, ...]], num_pages: int, spare_last: bool) -> int:
-    """The most hit pages of any choice whatsoever (pages of one token): after each prompt keep any set that fits."""
+    """The most hit pages of any choice whatsoever (pages of one token): after each prompt keep any
+    set that fits."""
 
     @cache
     def best(time: int, held: frozenset) -> int:
@@ -170,7 +205,9 @@ def test_with_a_limit_nothing_finds_more(spare_last):
     paths = [(0,), (0, 1), (0, 1, 2), (0, 1, 3), (0, 4), (5,), (5, 6), (5, 6, 7)]
     for _ in range(60):
         trace = [paths[i] for i in rng.integers(0, len(paths), 9)]
-        assert sum(optimal_hits(trace, 1, 4, spare_last=spare_last)) == best_of_all(trace, 4, spare_last)
+        assert sum(optimal_hits(trace, 1, 4, spare_last=spare_last)) == best_of_all(
+            trace, 4, spare_last
+        )
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "fifo"])

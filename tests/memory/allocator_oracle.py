@@ -1,4 +1,5 @@
-"""The page allocator once more, in plain Python lists, token by token: what the real one is compared with."""
+"""The page allocator once more, in plain Python lists, token by token: what the real one is
+compared with."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ class PlainAllocator:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size, self.free_pages = page_size, list(range(1, num_pages + 1))
 
-    def alloc_extend(self, prefix_lens: list[int], seq_lens: list[int], last_loc: list[int]) -> list[int] | None:
+    def alloc_extend(
+        self, prefix_lens: list[int], seq_lens: list[int], last_loc: list[int]
+    ) -> list[int] | None:
         free, slots = deque(self.free_pages), []
         for prefix, length, last in zip(prefix_lens, seq_lens, last_loc, strict=True):
             for position in range(prefix, length):
@@ -33,7 +36,8 @@ class PlainAllocator:
 
 
 class Requests:
-    """Random requests whose pages are really held, so that `last_loc` is as it would be in a server."""
+    """Random requests whose pages are really held, so that `last_loc` is as it would be in a
+    server."""
 
     def __init__(self, page_size: int, seed: int) -> None:
         self.page_size, self.random = page_size, random.Random(seed)

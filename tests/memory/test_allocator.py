@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from minikv.errors import ArgumentError, StateError
 from minikv.memory import PagedAllocator
-from minikv.memory import allocator_kernels as kernels
+from minikv.memory import slots as kernels
 
 
 def ints(values) -> torch.Tensor:
@@ -31,7 +31,11 @@ def listed(slots: torch.Tensor | None) -> list[int] | None:
 
 def extend(a: PagedAllocator, prefix, seq, last, dtype=torch.int64) -> list[int] | None:
     total = sum(seq) - sum(prefix)
-    return listed(a.alloc_extend(ints(prefix), ints(seq), torch.tensor(last, dtype=dtype, device=a.device), total))
+    return listed(
+        a.alloc_extend(
+            ints(prefix), ints(seq), torch.tensor(last, dtype=dtype, device=a.device), total
+        )
+    )
 
 
 def decode(a: PagedAllocator, seq, last) -> list[int] | None:
@@ -45,7 +49,11 @@ def shuffled(a: PagedAllocator, plain: PlainAllocator) -> None:
     pages = list(range(1, a.num_pages + 1))
     random.Random(5).shuffle(pages)
     for part in range(3):
-        give = [slots[(p - 1) * a.page_size + o] for p in sorted(pages[part::3]) for o in range(a.page_size)]
+        give = [
+            slots[(p - 1) * a.page_size + o]
+            for p in sorted(pages[part::3])
+            for o in range(a.page_size)
+        ]
         a.free(torch.tensor(give, device=a.device))
         plain.free(give)
     same(a, plain)
@@ -80,12 +88,15 @@ def test_random_pairs(make, page_size: int) -> None:
 
 
 def check_pairs(make, page_size: int, pairs: list[tuple[int, int]]) -> None:
-    """All pairs in one batch: pages are there for the prefixes, then all are extended, then each decodes once."""
+    """All pairs in one batch: pages are there for the prefixes, then all are extended, then each
+    decodes once."""
     need = sum(-(-(p + e) // page_size) + 1 for p, e in pairs)
     a, plain = make(need * page_size, page_size), PlainAllocator(need, page_size)
     shuffled(a, plain)
     requests = Requests(page_size, 0)
-    pages = iter(a.alloc(sum(-(-p // page_size) for p, _ in pairs) * page_size).tolist()[::page_size])
+    pages = iter(
+        a.alloc(sum(-(-p // page_size) for p, _ in pairs) * page_size).tolist()[::page_size]
+    )
     for prefix, _ in pairs:
         mine = [next(pages) for _ in range(-(-prefix // page_size))]
         requests.slots.append([start + o for start in mine for o in range(page_size)][:prefix])
@@ -157,9 +168,13 @@ def test_strided_and_small_last_loc(make) -> None:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), page_size=st.sampled_from([1, 2, 3, 16]))
 def test_random_walk_of_requests(seed: int, page_size: int) -> None:
-    """Requests come, extend, decode and go until the pool is full and again, with undo and groups in between."""
+    """Requests come, extend, decode and go until the pool is full and again, with undo and groups
+    in between."""
     draw = random.Random(seed)
-    a, plain = PagedAllocator(12 * page_size, page_size, kernels="torch"), PlainAllocator(12, page_size)
+    a, plain = (
+        PagedAllocator(12 * page_size, page_size, kernels="torch"),
+        PlainAllocator(12, page_size),
+    )
     requests = Requests(page_size, seed)
     for _ in range(30):
         what = draw.randrange(5)
@@ -263,7 +278,9 @@ def test_pages_are_counted_once_for_any_slots() -> None:
 def test_tails_of_one_request_in_order_need_no_read_back(make) -> None:
     a = make(32, 4)
     slots = extend(a, [0], [10], [-1])
-    a.free(torch.tensor(slots[4:], device=a.device, dtype=torch.int32))  # two pages, the second partly used
+    a.free(
+        torch.tensor(slots[4:], device=a.device, dtype=torch.int32)
+    )  # two pages, the second partly used
     assert a.free_pages.tolist() == [2, 3, 4, 5, 6, 7, 8]
 
 
@@ -386,10 +403,19 @@ def test_clear_is_fresh(make) -> None:
     [
         (lambda a: extend(a, [5], [3], [-1]), "prefix_lens=5"),
         (lambda a: extend(a, [-4], [3], [-1]), "prefix_lens=-4"),
-        (lambda a: a.alloc_extend(ints([0]), ints([3]), ints([-1]).to(a.device), 4), "extend_num_tokens=4.* 3"),
-        (lambda a: a.alloc_extend(ints([0, 0]), ints([3]), ints([-1]).to(a.device), 3), "prefix_lens"),
+        (
+            lambda a: a.alloc_extend(ints([0]), ints([3]), ints([-1]).to(a.device), 4),
+            "extend_num_tokens=4.* 3",
+        ),
+        (
+            lambda a: a.alloc_extend(ints([0, 0]), ints([3]), ints([-1]).to(a.device), 3),
+            "prefix_lens",
+        ),
         (lambda a: a.alloc_extend(ints([0]), ints([3]), ints([-1, 2]).to(a.device), 3), "last_loc"),
-        (lambda a: a.alloc_extend(ints([0]).float(), ints([3]), ints([-1]).to(a.device), 3), "prefix_lens"),
+        (
+            lambda a: a.alloc_extend(ints([0]).float(), ints([3]), ints([-1]).to(a.device), 3),
+            "prefix_lens",
+        ),
         (lambda a: decode(a, [0], [-1]), "seq_lens=0"),
         (lambda a: a.alloc(3), "num_tokens=3.*multiple of 4"),
         (lambda a: a.alloc(-4), "num_tokens=-4"),
@@ -417,12 +443,15 @@ def test_debug_names_a_last_loc_in_a_page_that_nobody_holds() -> None:
             lambda at: a.alloc_decode(ints([3]), ints([at])),
         ):
             with pytest.raises(
-                ArgumentError, match=rf"last_loc={bad}: of request 0 is in page {bad // 4}, which nobody"
+                ArgumentError,
+                match=rf"last_loc={bad}: of request 0 is in page {bad // 4}, which nobody",
             ):
                 call(bad)
     assert a.available_size() == 8
     assert a.alloc_decode(ints([3]), held[1:2]).tolist() == [6]
-    assert a.alloc_decode(ints([5]), ints([15])).tolist() == [12], "a new page does not depend on the old one"
+    assert a.alloc_decode(ints([5]), ints([15])).tolist() == [12], (
+        "a new page does not depend on the old one"
+    )
 
 
 def test_last_loc_that_does_not_fit_the_prefix_is_named() -> None:
@@ -437,9 +466,13 @@ def test_last_loc_outside_the_pool_is_named() -> None:
     a = PagedAllocator(64, 4)
     a.alloc(8)
     for bad, prefix in ((-2, 3), (-5, 4), (10**6 + 3, 4), (10**6, 1), (68, 5)):
-        with pytest.raises(ArgumentError, match=f"last_loc={bad}: of request 0 is in page .* nobody holds"):
+        with pytest.raises(
+            ArgumentError, match=f"last_loc={bad}: of request 0 is in page .* nobody holds"
+        ):
             extend(a, [prefix], [prefix + 2], [bad])
-        with pytest.raises(ArgumentError, match=f"last_loc={bad}: of request 0 is in page .* nobody holds"):
+        with pytest.raises(
+            ArgumentError, match=f"last_loc={bad}: of request 0 is in page .* nobody holds"
+        ):
             decode(a, [prefix + 1], [bad])
     assert a.available_size() == 56
     assert decode(a, [4], [66]) == [67], "the last page's last slot"
@@ -452,14 +485,23 @@ def test_pages_that_do_not_exist_are_named(make) -> None:
             a.is_free(bad)
         with pytest.raises(ArgumentError, match=f"pages={bad}"):
             a.is_free([1, bad])
-    assert a.is_free(torch.tensor([[0, 1], [2, 4]], device=a.device)).tolist() == [[False, True], [True, True]]
+    assert a.is_free(torch.tensor([[0, 1], [2, 4]], device=a.device)).tolist() == [
+        [False, True],
+        [True, True],
+    ]
     assert a.is_free([]).tolist() == []
 
 
 def test_lengths_may_be_lists_and_numbers_of_numpy(make) -> None:
     a = make(np.int64(64), np.int32(4))
     none = torch.tensor([-1, -1], device=a.device)
-    assert listed(a.alloc_extend([0, 0], np.array([3, 2], np.int32), none, np.int64(5))) == [4, 5, 6, 8, 9]
+    assert listed(a.alloc_extend([0, 0], np.array([3, 2], np.int32), none, np.int64(5))) == [
+        4,
+        5,
+        6,
+        8,
+        9,
+    ]
     assert listed(a.alloc_decode([1, 1], none)) == [12, 16]
     assert listed(a.alloc(np.int64(4))) == [20, 21, 22, 23]
 
@@ -497,7 +539,9 @@ def test_plain_mistakes_are_named(make, call, name) -> None:
     assert a.available_size() == 64
 
 
-@pytest.mark.parametrize(("size", "page_size"), [(0, 4), (3, 4), (16, 0), (16, 257), (-1, 1), (2**31, 16)])
+@pytest.mark.parametrize(
+    ("size", "page_size"), [(0, 4), (3, 4), (16, 0), (16, 257), (-1, 1), (2**31, 16)]
+)
 def test_sizes_that_cannot_be(size: int, page_size: int) -> None:
     with pytest.raises(ArgumentError):
         PagedAllocator(size, page_size)
@@ -623,5 +667,7 @@ def test_a_state_taken_inside_a_free_group_cannot_be_restored_after_it() -> None
 def test_a_length_near_the_end_of_64_bits_changes_nothing() -> None:
     allocator = PagedAllocator(64, 4)
     with pytest.raises(ArgumentError, match="too long"):
-        allocator.alloc_extend(torch.tensor([0]), torch.tensor([2**63 - 1]), torch.tensor([-1]), 2**63 - 1)
+        allocator.alloc_extend(
+            torch.tensor([0]), torch.tensor([2**63 - 1]), torch.tensor([-1]), 2**63 - 1
+        )
     assert allocator.alloc(4).tolist() == [4, 5, 6, 7]

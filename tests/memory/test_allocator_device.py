@@ -1,7 +1,8 @@
-"""What an allocator on a GPU promises beyond its results: no waiting, one launch, one binary, exact pages.
+"""What an allocator on a GPU promises beyond its results: no waiting, one launch, one binary, exact
+pages.
 
-Where the promise does not need a GPU it is shown here without one: device tensors' filter on CPU tensors, and the key
-by which Triton chooses a binary in a process that compiles for sm90.
+Where the promise does not need a GPU it is shown here without one: device tensors' filter on CPU
+tensors, and the key by which Triton chooses a binary in a process that compiles for sm90.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ import pytest
 import torch
 from allocator_oracle import PlainAllocator
 
+from minikv.kernels.staging import Staging
 from minikv.memory import PagedAllocator
-from minikv.memory import allocator_kernels as kernels
+from minikv.memory import slots as kernels
 from minikv.memory.free_list import FREE, HELD, FreeList
-from minikv.memory.launch import Staging
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_b03_filter_lets_no_page_back_twice(seed: int) -> None:
-    """Frees as a device does them, a third of them wrong: the list stays exact while the host still counts wrongly."""
+    """Frees as a device does them, a third of them wrong: the list stays exact while the host still
+    counts wrongly."""
     draw = random.Random(seed)
     free = FreeList(9, torch.device("cpu"))
     free.exact = False
@@ -37,8 +39,12 @@ def test_b03_filter_lets_no_page_back_twice(seed: int) -> None:
             count = draw.randrange(3)
             front = free.head + int(free.lost) - free.seen
             taken = max(0, min(count, free.num_pages - front))
-            got = free.page_at(torch.arange(free.head, free.head + count), torch.ones(count, dtype=torch.bool))
-            assert got.tolist() == want[:taken] + [0] * (count - taken), "past the end padding's page is written"
+            got = free.page_at(
+                torch.arange(free.head, free.head + count), torch.ones(count, dtype=torch.bool)
+            )
+            assert got.tolist() == want[:taken] + [0] * (count - taken), (
+                "past the end padding's page is written"
+            )
             free.mark(free.head, count, HELD)
             free.head += count
             held |= set(want[:taken])
@@ -62,7 +68,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from minikv.memory import allocator_kernels as kernels
+from minikv.memory import slots as kernels
 
 backend = make_backend(GPUTarget("cuda", 90, 32))
 def key(kernel, *args, **constexprs):
@@ -82,10 +88,13 @@ for page in (1, 16):
 
 
 def test_nothing_in_the_traffic_chooses_another_binary() -> None:
-    """Triton's own specialisation key over sizes, the value 1, multiples of 16 and unaligned pointers: one each."""
+    """Triton's own specialisation key over sizes, the value 1, multiples of 16 and unaligned
+    pointers: one each."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", KEYS], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", KEYS], env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:2] == ["1 1 1", "16 1 1"]
 
@@ -100,7 +109,8 @@ def test_kernels_compile_for_gpus() -> None:
 
 
 def traffic(a: PagedAllocator, seed: int, steps: int) -> None:
-    """Varied calls whose inputs are made beforehand on the device, as a server has them; reads nothing back."""
+    """Varied calls whose inputs are made beforehand on the device, as a server has them; reads
+    nothing back."""
     draw = random.Random(seed)
     for _ in range(steps):
         n = draw.choice([1, 2, 3, 16, 17, 31])
@@ -157,7 +167,8 @@ def test_no_call_waits_for_the_device() -> None:
 
 @pytest.mark.gpu
 def test_lengths_are_kept_until_the_device_has_read_them() -> None:
-    """The host runs far ahead of a busy device through many small arenas: no call sees the lengths of another."""
+    """The host runs far ahead of a busy device through many small arenas: no call sees the lengths
+    of another."""
     a, plain = (PagedAllocator(1 << 20, 16, device=d) for d in ("cuda", "cpu"))
     a._staging = Staging(a.device, capacity=16)
     draw = random.Random(0)
@@ -181,7 +192,8 @@ def test_lengths_are_kept_until_the_device_has_read_them() -> None:
 
 @pytest.mark.gpu
 def test_allocation_can_be_captured_in_a_graph() -> None:
-    """Stream capture forbids every wait and every read-back; the captured kernels then do the same again."""
+    """Stream capture forbids every wait and every read-back; the captured kernels then do the same
+    again."""
     a = PagedAllocator(4096, 16, device="cuda")
     prefix, seq = torch.tensor([0, 0]), torch.tensor([40, 5])
     none, last = torch.full((2,), -1, device="cuda"), torch.tensor([39, 4], device="cuda")
@@ -213,8 +225,12 @@ def test_one_launch_per_call() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         calls()
         torch.cuda.synchronize()
-    on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert sorted(on_device) == ["decode_kernel", "extend_kernel"], "no copies either: lengths are read where they are"
+    on_device = [
+        e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    assert sorted(on_device) == ["decode_kernel", "extend_kernel"], (
+        "no copies either: lengths are read where they are"
+    )
 
 
 @pytest.mark.gpu
@@ -222,14 +238,19 @@ def test_one_launch_per_call() -> None:
 def test_extends_beyond_a_million_tokens(page_size: int) -> None:
     million = (1 << 20) + 12345
     need = -(-million // page_size) + 4
-    a, b = (PagedAllocator(need * page_size, page_size, device="cuda", kernels=k) for k in ("triton", "torch"))
+    a, b = (
+        PagedAllocator(need * page_size, page_size, device="cuda", kernels=k)
+        for k in ("triton", "torch")
+    )
     for lengths in ([million], [3, 1 << 18, 0, 77, 1 << 18]):
         seq = torch.tensor(lengths)
         none = torch.full_like(seq, -1).cuda()
         states = a.backup(), b.backup()
         got, want = (x.alloc_extend(torch.zeros_like(seq), seq, none, sum(lengths)) for x in (a, b))
         assert torch.equal(got, want)
-        plain = PlainAllocator(need, page_size).alloc_extend([0] * len(lengths), lengths, [-1] * len(lengths))
+        plain = PlainAllocator(need, page_size).alloc_extend(
+            [0] * len(lengths), lengths, [-1] * len(lengths)
+        )
         assert torch.equal(got.cpu(), torch.tensor(plain))
         assert torch.equal(a.page_is_held, b.page_is_held)
         for x, state in zip((a, b), states, strict=True):
@@ -243,7 +264,9 @@ def test_large_decode_batches() -> None:
     for kernel in ("triton", "torch"):
         a = PagedAllocator(1 << 20, 16, device="cuda", kernels=kernel)
         seq = torch.arange(n) % 40 + 1
-        slots = a.alloc_extend(torch.zeros_like(seq), seq, torch.full_like(seq, -1).cuda(), int(seq.sum()))
+        slots = a.alloc_extend(
+            torch.zeros_like(seq), seq, torch.full_like(seq, -1).cuda(), int(seq.sum())
+        )
         last = slots[seq.cumsum(0).cuda() - 1]
         results.append(a.alloc_decode(seq + 1, last))
     assert torch.equal(*results)

@@ -1,4 +1,5 @@
-"""K and V arrive in their slots, bit for bit, whatever their strides and types, and nothing else changes."""
+"""K and V arrive in their slots, bit for bit, whatever their strides and types, and nothing else
+changes."""
 
 from __future__ import annotations
 
@@ -9,15 +10,18 @@ import pytest
 import torch
 
 from minikv import device as devices
-from minikv._triton import HAVE_TRITON, tl, triton
 from minikv.errors import ArgumentError
+from minikv.kernels.triton import HAVE_TRITON, tl, triton
 from minikv.memory import DEFAULT_SHARE, KVPool, MLAPool, PagedAllocator, plan_size, pools
 from minikv.memory.pool_kernels import FP8, row_offset
 
 CUDA = torch.cuda.is_available()
 KINDS = [
     ("torch", "cpu"),
-    pytest.param(("triton", "cpu"), marks=pytest.mark.skipif(CUDA or not HAVE_TRITON, reason="no interpreter")),
+    pytest.param(
+        ("triton", "cpu"),
+        marks=pytest.mark.skipif(CUDA or not HAVE_TRITON, reason="no interpreter"),
+    ),
     pytest.param(("torch", "cuda"), marks=pytest.mark.gpu),
     pytest.param(("triton", "cuda"), marks=pytest.mark.gpu),
 ]
@@ -30,7 +34,9 @@ def kind(request) -> dict[str, str]:
     return {"kernels": kernels, "device": device}
 
 
-def fused(tokens: int, heads: int, dim: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def fused(
+    tokens: int, heads: int, dim: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as views of one fused projection, awkward values included."""
     qkv = torch.randn(tokens, (heads * 4) * dim, device=device) * 3
     qkv[0, -1], qkv[0, -dim - 1], qkv[1, -2] = float("nan"), float("inf"), -0.0
@@ -109,7 +115,9 @@ def test_fp8_saturates_and_keeps_nan(kind, of, scale) -> None:
     for part, cache, s in ((k, pool.k(0), scale), (v, pool.v(0), scale * 2)):
         got, value = cache[slots].float().double().cpu(), (part.float() / s).double().cpu()
         assert torch.equal(got.isnan(), value.isnan())
-        nearest = (value.nan_to_num(0, 448, -448).clamp(-448, 448)[..., None] - steps).abs().amin(-1)
+        nearest = (
+            (value.nan_to_num(0, 448, -448).clamp(-448, 448)[..., None] - steps).abs().amin(-1)
+        )
         distance = (got - value.clamp(-448, 448)).abs().nan_to_num(0)
         assert torch.equal(distance, torch.where(value.isnan(), 0, nearest))
 
@@ -149,7 +157,10 @@ def test_shapes_and_sizes() -> None:
     pool = KVPool(14, 4, 3, 2, 8, torch.float16, "cpu")
     assert pool.k(2).shape == (16, 2, 8), "three pages, and page 0"
     assert pool.bytes_per_token == 2 * 3 * 2 * 8 * 2
-    assert repr(pool) == "KVPool(16 slots of 2×8 in 3 layers, float16 on cpu: 0.0 MiB, 192 bytes per token)"
+    assert (
+        repr(pool)
+        == "KVPool(16 slots of 2×8 in 3 layers, float16 on cpu: 0.0 MiB, 192 bytes per token)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +181,9 @@ def test_wrong_calls_change_nothing(kind, change, message) -> None:
         pytest.skip("slots on the device are not read")
     pool = KVPool(12, 4, 1, 2, 8, torch.float32, **kind)
     call = {"slots": torch.arange(4), "k": torch.ones(4, 2, 8), "v": torch.ones(4, 2, 8), **change}
-    call = {name: x.to(kind["device"]) if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    call = {
+        name: x.to(kind["device"]) if isinstance(x, torch.Tensor) else x for name, x in call.items()
+    }
     with pytest.raises(ArgumentError, match=message):
         pool.set_kv(0, **call)
     assert not pool.k(0).any()
@@ -202,12 +215,19 @@ def test_plain_mistakes_are_named(kind, change, message) -> None:
 
 @pytest.mark.parametrize(
     ("rank", "rope", "message"),
-    [(0, 4, "kv_lora_rank=0"), (-3, 4, "kv_lora_rank=-3"), (8, -2, "rope_dim=-2"), (8.0, 2, "kv_lora_rank=8.0")],
+    [
+        (0, 4, "kv_lora_rank=0"),
+        (-3, 4, "kv_lora_rank=-3"),
+        (8, -2, "rope_dim=-2"),
+        (8.0, 2, "kv_lora_rank=8.0"),
+    ],
 )
 def test_latent_rows_that_cannot_be(rank, rope, message) -> None:
     with pytest.raises(ArgumentError, match=message):
         MLAPool(8, 4, 1, rank, rope, torch.float32, "cpu")
-    assert MLAPool(8, 4, 1, 8, 0, torch.float32, "cpu").v(0).shape == (12, 1, 8), "no rope part is a row, too"
+    assert MLAPool(8, 4, 1, 8, 0, torch.float32, "cpu").v(0).shape == (12, 1, 8), (
+        "no rope part is a row, too"
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,7 +281,9 @@ def test_plan_size_is_modest(monkeypatch) -> None:
         size = plan_size(memory, bytes_per_token=pool.bytes_per_token, page_size=16)
         assert size % 16 == 0
         assert (size + 16) * pool.bytes_per_token <= memory < (size + 32) * pool.bytes_per_token
-    monkeypatch.setattr(pools, "memory_facts", lambda device: devices.MemoryFacts(free=10**9, total=10**11))
+    monkeypatch.setattr(
+        pools, "memory_facts", lambda device: devices.MemoryFacts(free=10**9, total=10**11)
+    )
     assert DEFAULT_SHARE <= 0.5
     default = plan_size(bytes_per_token=1000, page_size=16)
     assert (default + 16) * 1000 <= DEFAULT_SHARE * 10**9
@@ -291,7 +313,8 @@ def _offsets_kernel(slot_ptr, stride_ptr, out_ptr, N: tl.constexpr):
 
 
 def test_b08_offsets_are_64_bit(device) -> None:
-    """int32 slots times int32 strides past 2^31, in the helper by which the kernel addresses both sides."""
+    """int32 slots times int32 strides past 2^31, in the helper by which the kernel addresses both
+    sides."""
     slot = torch.tensor([3_728_271, 131_073], dtype=torch.int32, device=device)
     stride = torch.tensor([576, 16_384], dtype=torch.int32, device=device)
     out = torch.zeros(2, dtype=torch.int64, device=device)

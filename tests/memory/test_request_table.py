@@ -56,7 +56,9 @@ def test_writes_land_where_the_lengths_say(where) -> None:
         given = iter(slots)
         for row, a, b in zip(chosen, start, stop, strict=True):
             want[row][a:b] = [next(given) for _ in range(b - a)]
-        t.write(chosen, torch.tensor(start), stop, torch.tensor(slots, dtype=torch.int64, device=where))
+        t.write(
+            chosen, torch.tensor(start), stop, torch.tensor(slots, dtype=torch.int64, device=where)
+        )
         assert t.table.tolist() == want
     assert not t.table[0].any()
 
@@ -98,7 +100,15 @@ def test_plain_mistakes_are_named_and_write_nothing(change, message) -> None:
     t = RequestTable(2, 8)
     t.alloc(1)
     with pytest.raises(ArgumentError, match=f"^{message}"):
-        t.write(**{"rows": [1], "prefix_lens": [0], "seq_lens": [2], "slots": torch.tensor([4, 5]), **change})
+        t.write(
+            **{
+                "rows": [1],
+                "prefix_lens": [0],
+                "seq_lens": [2],
+                "slots": torch.tensor([4, 5]),
+                **change,
+            }
+        )
     assert not t.table.any()
 
 
@@ -172,7 +182,8 @@ def test_repr_and_notebook_picture() -> None:
 
 
 def test_b06_rows_of_one_token_requests_come_back() -> None:
-    """More short requests than rows, one after another and two at a time: no row is missing at the end."""
+    """More short requests than rows, one after another and two at a time: no row is missing at the
+    end."""
     t, a = RequestTable(2, 8), PagedAllocator(16, 4)
     for together in (1, 2):
         for _ in range(3):
@@ -188,7 +199,8 @@ def test_b06_rows_of_one_token_requests_come_back() -> None:
 
 
 def test_b10_a_window_reads_oldest_to_newest() -> None:
-    """Window of 4 keys, so 3 past tokens: the list is a slice of the row and cannot be rotated or unwritten."""
+    """Window of 4 keys, so 3 past tokens: the list is a slice of the row and cannot be rotated or
+    unwritten."""
     t, a = RequestTable(1, 16), PagedAllocator(16, 4)
     pool = torch.full((a.size + 4,), -1)
     (row,) = t.alloc(1)

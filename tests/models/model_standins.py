@@ -1,4 +1,5 @@
-"""An attention backend in plain PyTorch for the models' tests: dense history per request, no pages, no kernels."""
+"""An attention backend in plain PyTorch for the models' tests: dense history per request, no pages,
+no kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ class DenseAttention:
         out, at = [], 0
         for request, count in self.spans:
             old_k, old_v = self.history.get((layer, request), (k[:0], v[:0]))
-            keys, values = torch.cat((old_k, k[at : at + count])), torch.cat((old_v, v[at : at + count]))
+            keys, values = (
+                torch.cat((old_k, k[at : at + count])),
+                torch.cat((old_v, v[at : at + count])),
+            )
             self.history[layer, request] = keys, values
             out.append(self._attend(q[at : at + count], keys, values, options))
             at += count

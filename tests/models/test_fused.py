@@ -1,4 +1,5 @@
-"""Fused kernels of a decode step beside their PyTorch twins and float64, at odd sizes, with poisoned outputs."""
+"""Fused kernels of a decode step beside their PyTorch twins and float64, at odd sizes, with
+poisoned outputs."""
 
 from __future__ import annotations
 
@@ -8,22 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from minikv._triton import HAVE_TRITON
 from minikv.attention import AttentionBackend
+from minikv.kernels.triton import HAVE_TRITON
 from minikv.memory import KVPool, RequestTable
 from minikv.memory.pool_kernels import FP8
 from minikv.models import ModelConfig, random_model
-from minikv.models.fused import FusedDecoder, fused_for
-from minikv.models.fused_heads import rotate_and_store, rotate_and_store_torch
-from minikv.models.fused_linear import LinearTiles, project, project_torch
-from minikv.models.fused_product import ProductTiles, add_parts, multiply, multiply_torch
-from minikv.models.fused_rows import add_norm, add_norm_torch, silu_mul, silu_mul_torch
+from minikv.models.fused.between import add_norm, add_norm_torch, silu_mul, silu_mul_torch
+from minikv.models.fused.decoder import FusedDecoder, fused_for
+from minikv.models.fused.few_rows import ProductTiles, add_parts, multiply, multiply_torch
+from minikv.models.fused.one_row import LinearTiles, project, project_torch
+from minikv.models.fused.qkv import rotate_and_store, rotate_and_store_torch
 
 CUDA = torch.cuda.is_available()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest value
 
 
-@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d).split(".")[1])
+@pytest.fixture(
+    params=[torch.float32, torch.float16, torch.bfloat16], ids=lambda d: str(d).split(".")[1]
+)
 def dtype(request: pytest.FixtureRequest, device: str) -> torch.dtype:
     if device == "cpu" and request.param is torch.bfloat16:
         pytest.skip("Triton's interpreter computes bf16 wrongly")
@@ -58,7 +61,9 @@ def wide(t: Tensor | None) -> Tensor | None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(40, 72), (46, 96), (2, 16)])
-@pytest.mark.parametrize("parts", ["", "bias", "norm residual", "norm gated", "bias norm gated residual"])
+@pytest.mark.parametrize(
+    "parts", ["", "bias", "norm residual", "norm gated", "bias norm gated residual"]
+)
 def test_one_row_times_a_matrix(device, dtype, n, k, parts) -> None:
     gated = "gated" in parts
     x, w = torch.randn(1, k), torch.randn(n, k) / k**0.5
@@ -68,9 +73,13 @@ def test_one_row_times_a_matrix(device, dtype, n, k, parts) -> None:
         "residual": torch.randn(1, n // 2 if gated else n) if "residual" in parts else None,
     }
     x, w = x.to(device, dtype), w.to(device, dtype)
-    given: dict[str, Any] = {name: None if t is None else t.to(device, dtype) for name, t in options.items()}
+    given: dict[str, Any] = {
+        name: None if t is None else t.to(device, dtype) for name, t in options.items()
+    }
     more: dict[str, Any] = {"eps": 1e-5, "gated": gated}
-    want = project_torch(x.double(), w.double(), **{name: wide(t) for name, t in given.items()}, **more)
+    want = project_torch(
+        x.double(), w.double(), **{name: wide(t) for name, t in given.items()}, **more
+    )
     same(project(x, w, **given, **more), project_torch(x, w, **given, **more), want)
 
 
@@ -102,12 +111,15 @@ def test_a_row_does_not_depend_on_the_others(device, dtype) -> None:
     for gated in (False, True):
         all_rows = add_parts(multiply(x, w, gated=gated), dtype)
         for rows in (2, 5, 13, 18):
-            assert torch.equal(add_parts(multiply(x[:rows], w, gated=gated), dtype), all_rows[:rows])
+            assert torch.equal(
+                add_parts(multiply(x[:rows], w, gated=gated), dtype), all_rows[:rows]
+            )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("n", "k", "gated"), [(4096, 1024, False), (1024, 3072, False), (3072, 1024, True), (32768, 576, False)]
+    ("n", "k", "gated"),
+    [(4096, 1024, False), (1024, 3072, False), (3072, 1024, True), (32768, 576, False)],
 )
 def test_a_row_does_not_depend_on_the_others_at_full_size(n, k, gated) -> None:
     x = torch.randn(32, k, device="cuda", dtype=torch.bfloat16)
@@ -136,10 +148,17 @@ def test_sum_and_norm(device, dtype, rows, k, with_sum) -> None:
 def test_products_in_parts_are_added_up_where_they_are_read(device, dtype, parts) -> None:
     x, delta, norm = torch.randn(5, 48), torch.randn(parts, 5, 48), torch.rand(48) + 0.5
     x, delta, norm = x.to(device, dtype), delta.to(device), norm.to(device, dtype)
-    for got, want in zip(add_norm(x, delta, norm, 1e-5), add_norm(x, add_parts(delta, dtype), norm, 1e-5), strict=True):
+    for got, want in zip(
+        add_norm(x, delta, norm, 1e-5),
+        add_norm(x, add_parts(delta, dtype), norm, 1e-5),
+        strict=True,
+    ):
         assert torch.equal(got, want)
     cos, sin = torch.randn(2, 9, 8).to(device, dtype)
-    where = torch.tensor([8, 0, 3, 3, 1], device=device), torch.tensor([5, 1, 4, 2, 3], device=device)
+    where = (
+        torch.tensor([8, 0, 3, 3, 1], device=device),
+        torch.tensor([5, 1, 4, 2, 3], device=device),
+    )
     pools = [torch.zeros(7, 1, 16, device=device, dtype=dtype) for _ in range(4)]
     got = rotate_and_store(delta, cos, sin, *where, *pools[:2])
     assert torch.equal(got, rotate_and_store(add_parts(delta, dtype), cos, sin, *where, *pools[2:]))
@@ -156,7 +175,10 @@ def test_silu_times_gate(device, dtype, rows, k) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "d"), [(3, 1, 16), (4, 2, 20), (9, 3, 64)])
 def test_heads_are_turned_and_stored(device, dtype, q_heads, kv_heads, d, norm) -> None:
-    tokens, slots = 6, torch.tensor([5, -1, 1, 99, 2, 7], device=device)  # -1, 99 and 7 lie outside the pool
+    tokens, slots = (
+        6,
+        torch.tensor([5, -1, 1, 99, 2, 7], device=device),
+    )  # -1, 99 and 7 lie outside the pool
     qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * d).to(device, dtype)
     angle = torch.randn(9, d // 2)
     cos, sin = angle.cos().to(device, dtype), angle.sin().to(device, dtype)
@@ -181,7 +203,9 @@ def test_heads_are_turned_and_stored(device, dtype, q_heads, kv_heads, d, norm) 
 
 @pytest.mark.gpu
 def test_keys_go_to_an_fp8_pool() -> None:
-    qkv = 300 * torch.randn(3, 4 * 64, device="cuda", dtype=torch.bfloat16)  # some beyond fp8's range
+    qkv = 300 * torch.randn(
+        3, 4 * 64, device="cuda", dtype=torch.bfloat16
+    )  # some beyond fp8's range
     cos, sin = torch.ones(2, 4, 32, device="cuda", dtype=torch.bfloat16).unbind()
     where = torch.tensor([0, 1, 3], device="cuda"), torch.tensor([4, 1, 2], device="cuda")
     pools = [torch.zeros(5, 1, 64, device="cuda", dtype=FP8) for _ in range(4)]
@@ -195,7 +219,19 @@ def test_keys_go_to_an_fp8_pool() -> None:
 SHAPES = {
     "qwen3": ModelConfig("qwen3", 2, 48, 72, 4, 2, 16, vocab_size=60, max_context=64, qk_norm=True),
     "biased, windowed": ModelConfig(
-        "qwen2", 2, 32, 48, 3, 1, 32, 100, 64, qkv_bias=True, o_bias=True, tie_embeddings=True, sliding_window=(-1, 2)
+        "qwen2",
+        2,
+        32,
+        48,
+        3,
+        1,
+        32,
+        100,
+        64,
+        qkv_bias=True,
+        o_bias=True,
+        tie_embeddings=True,
+        sliding_window=(-1, 2),
     ),
     "sinks": ModelConfig("llama", 1, 32, 48, 2, 2, 16, 50, 64, sinks=True),
 }
@@ -208,7 +244,9 @@ def test_a_fused_step_gives_the_decoders_logits(device, dtype, shape, rows) -> N
     decoder = random_model(config, seed=1, device=device, dtype=dtype, draw_on="cpu")
     lens = torch.randint(2, 6, (rows,))
     total, logits, pools = int(lens.sum()), [], []
-    old = torch.randn(config.num_layers, 2, total, config.kv_heads, config.head_dim).to(device, dtype)
+    old = torch.randn(config.num_layers, 2, total, config.kv_heads, config.head_dim).to(
+        device, dtype
+    )
     for make in (lambda d: d, lambda d: FusedDecoder(d, 32)):
         pool = KVPool(256, 4, config.num_layers, config.kv_heads, config.head_dim, dtype, device)
         table = RequestTable(rows, 32, device)
@@ -223,9 +261,16 @@ def test_a_fused_step_gives_the_decoders_logits(device, dtype, shape, rows) -> N
         attention.begin_decode(torch.tensor(taken), lens, slots[(lens.cumsum(0) - 1).to(device)])
         tokens = torch.arange(rows, device=device)
         logits.append(make(decoder)(tokens, (lens - 1).to(device), attention))
-        pools.append(torch.stack([part(i) for i in range(config.num_layers) for part in (pool.k, pool.v)]))
-    apart, bound = (logits[0].double() - logits[1].double()).abs(), {torch.float32: 1e-4, torch.float16: 1e-2}
-    assert apart.max() <= bound.get(dtype, 8e-2), "rounded at the same places, added up in another order"
+        pools.append(
+            torch.stack([part(i) for i in range(config.num_layers) for part in (pool.k, pool.v)])
+        )
+    apart, bound = (
+        (logits[0].double() - logits[1].double()).abs(),
+        {torch.float32: 1e-4, torch.float16: 1e-2},
+    )
+    assert apart.max() <= bound.get(dtype, 8e-2), (
+        "rounded at the same places, added up in another order"
+    )
     assert apart.square().mean().sqrt() <= bound.get(dtype, 8e-2) / 5
     assert (pools[0].double() - pools[1].double()).abs().max() <= bound.get(dtype, 8e-2)
 
@@ -238,7 +283,9 @@ def test_the_cpu_and_latent_attention_keep_the_plain_decoder() -> None:
     assert fused_for(decoder, attention) is None
 
 
-@pytest.mark.skipif(CUDA or not HAVE_TRITON, reason="compiled here by every other test, or Triton is not installed")
+@pytest.mark.skipif(
+    CUDA or not HAVE_TRITON, reason="compiled here by every other test, or Triton is not installed"
+)
 def test_fused_kernels_compile() -> None:
     from compile_check import compile_cases
 

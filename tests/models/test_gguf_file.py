@@ -13,9 +13,9 @@ from model_standins import full_logits
 from minikv.errors import ArgumentError
 from minikv.models import load, random_model
 from minikv.models.config import ModelConfig
-from minikv.models.gguf_file import GGUFFile
+from minikv.models.files.gguf_file import GGUFFile
+from minikv.models.files.load import unpermute
 from minikv.models.layers import inverse_frequencies
-from minikv.models.load import unpermute
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -36,7 +36,8 @@ NAMES = {
 
 
 def write(path: Path, architecture: str, *, rope_factors: bool = False, **metadata) -> ModelConfig:
-    """A small random model as a GGUF file; q and k in the file's own row order where the format has one."""
+    """A small random model as a GGUF file; q and k in the file's own row order where the format has
+    one."""
     config = ModelConfig(
         *(architecture, 2, 64, 96, 4, 2, 16, 300, 256),
         qk_norm=architecture == "qwen3",
@@ -88,7 +89,9 @@ def test_a_file_gives_back_the_model(architecture: str, tmp_path: Path) -> None:
     want = full_logits(random_model(config), [5, 6, 7])
     assert torch.equal(full_logits(model.decoder, [5, 6, 7]), want)
     assert model.tokenizer.encode("<2>") == [2]
-    assert load(tmp_path, device="cpu", progress=False).config == config  # a folder with one GGUF file
+    assert (
+        load(tmp_path, device="cpu", progress=False).config == config
+    )  # a folder with one GGUF file
 
 
 def test_llama3_frequencies_come_from_the_file(tmp_path: Path) -> None:
@@ -143,7 +146,8 @@ def test_stored_types(kind: str, tmp_path: Path) -> None:
 
 
 def test_q4_1_by_hand(tmp_path: Path) -> None:
-    """A block of 32: fp16 scale d and minimum m, 16 bytes; low nibbles are the first half, value = d * q + m."""
+    """A block of 32: fp16 scale d and minimum m, 16 bytes; low nibbles are the first half, value =
+    d * q + m."""
     block = np.frombuffer(np.array([0.5, -1.0], np.float16).tobytes() + bytes(range(16)), np.uint8)
     out = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
     out.add_tensor("w", block[None], raw_dtype=gguf.GGMLQuantizationType.Q4_1)
@@ -156,7 +160,9 @@ def test_q4_1_by_hand(tmp_path: Path) -> None:
 
 
 def test_unpermute_by_hand() -> None:
-    rows = torch.arange(8.0)[:, None]  # two heads of four rows: pairs (0, 1), (2, 3) become halves (0, 2), (1, 3)
+    rows = torch.arange(8.0)[
+        :, None
+    ]  # two heads of four rows: pairs (0, 1), (2, 3) become halves (0, 2), (1, 3)
     assert unpermute(rows, 4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 

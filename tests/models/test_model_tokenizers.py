@@ -1,4 +1,5 @@
-"""Tokenizers of Hugging Face folders, chat templates as transformers renders them, and the byte tokenizer."""
+"""Tokenizers of Hugging Face folders, chat templates as transformers renders them, and the byte
+tokenizer."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minikv.errors import ArgumentError
-from minikv.models.tokenizer import ByteTokenizer, FileTokenizer
+from minikv.models.files.tokenizer import ByteTokenizer, FileTokenizer
 
 transformers = pytest.importorskip("transformers")
 
-CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
 TEMPLATES = {
     "plain": CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "bos-and-strip": "{{ bos_token }}{%- for m in messages %}\n  {{- m.content | trim }}{{ eos_token }}\n{%- endfor %}",
@@ -29,7 +32,12 @@ CHAT = [
     {"role": "user", "content": "  hé 你好  "},
     {"role": "assistant", "content": None},
 ]
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 def train(**settings):
@@ -42,7 +50,9 @@ def train(**settings):
     words = ["hello world, the cache holds pages and the tree shares prefixes", "你好 hé"]
     specials = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=350, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=350,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     backend.train_from_iterator(words, trainer)
     return transformers.PreTrainedTokenizerFast(
@@ -66,7 +76,9 @@ def test_ids_of_a_folder_equal_transformers(tmp_path: Path) -> None:
     ours = FileTokenizer.from_folder(tmp_path, [7])
     for text in ("hello pages", "<s>hello</s> <|im_end|>x", "", "日本 🙂"):
         assert ours.encode(text) == theirs(text).input_ids
-        assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)
+        assert ours.decode(ours.encode(text)) == theirs.decode(
+            theirs(text).input_ids, skip_special_tokens=True
+        )
     assert ours.eos_ids == {7, theirs.eos_token_id}
     assert ours.vocab_size == len(theirs)
     assert {"<s>", "</s>", "<|im_end|>"} <= set(ours.specials.values())
@@ -78,7 +90,9 @@ def test_a_start_token_comes_only_where_the_model_says_so(tmp_path: Path) -> Non
 
     theirs = train()
     bos = theirs.bos_token_id
-    theirs.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    theirs.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
     theirs.save_pretrained(tmp_path / "processor")
     with_bos = FileTokenizer.from_folder(tmp_path / "processor", [])
     assert with_bos.encode("hello") == theirs("hello").input_ids
@@ -106,7 +120,9 @@ def test_bad_chats_name_the_remedy(tmp_path: Path) -> None:
 
 
 def test_a_template_cannot_reach_python(tmp_path: Path) -> None:
-    train(chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}").save_pretrained(tmp_path)
+    train(chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}").save_pretrained(
+        tmp_path
+    )
     with pytest.raises(ArgumentError, match="template refuses"):
         FileTokenizer.from_folder(tmp_path, []).render(CHAT)
 

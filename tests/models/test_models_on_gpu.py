@@ -26,7 +26,9 @@ def test_fp32_logits_equal_the_cpus(name: str, request: pytest.FixtureRequest) -
         assert weight.is_cuda
         assert torch.equal(weight.cpu(), on_cpu.decoder.state_dict()[key]), key
     ids = on_cpu.tokenizer.encode("The cache holds pages, and the tree shares prefixes.")
-    torch.testing.assert_close(gpu_logits(on_gpu.decoder, ids), full_logits(on_cpu.decoder, ids), rtol=0, atol=2e-4)
+    torch.testing.assert_close(
+        gpu_logits(on_gpu.decoder, ids), full_logits(on_cpu.decoder, ids), rtol=0, atol=2e-4
+    )
 
 
 def test_a_published_shape_is_drawn_on_the_gpu() -> None:

@@ -11,7 +11,7 @@ from model_standins import full_logits
 from minikv.attention.backend import AttentionBackend
 from minikv.memory import KVPool, MLAPool, PagedAllocator, RequestTable
 from minikv.models import Decoder, ModelConfig, random_model
-from minikv.models.shapes import SHAPES, TINY
+from minikv.models.files.shapes import SHAPES, TINY
 
 CONFIGS = {
     "tiny": TINY,
@@ -32,14 +32,21 @@ class Paged:
         else:
             shape = config.num_layers, config.kv_heads, config.head_dim
             pool = KVPool(size, page_size, *shape, torch.float32, "cpu")
-        self.attention = AttentionBackend(pool, self.table, page_size=page_size, q_heads=config.q_heads)
+        self.attention = AttentionBackend(
+            pool, self.table, page_size=page_size, q_heads=config.q_heads
+        )
         rows = self.table.alloc(2)
         assert rows
         self.rows, self.lens = torch.tensor(rows), torch.zeros(2, dtype=torch.int64)
 
     def extend(self, *pieces: list[int]) -> torch.Tensor:
         old, new = self.lens, self.lens + torch.tensor([len(p) for p in pieces])
-        last = torch.tensor([int(self.table.table[r, n - 1]) if n else -1 for r, n in zip(self.rows, old, strict=True)])
+        last = torch.tensor(
+            [
+                int(self.table.table[r, n - 1]) if n else -1
+                for r, n in zip(self.rows, old, strict=True)
+            ]
+        )
         slots = self.allocator.alloc_extend(old, new, last, int((new - old).sum()))
         assert slots is not None
         at = 0
@@ -48,12 +55,18 @@ class Paged:
             at += b - a
         self.attention.begin_extend(self.rows, old, new, slots)
         self.lens = new
-        positions = torch.cat([torch.arange(a, b) for a, b in zip(old.tolist(), new.tolist(), strict=True)])
+        positions = torch.cat(
+            [torch.arange(a, b) for a, b in zip(old.tolist(), new.tolist(), strict=True)]
+        )
         ends = (new - old).cumsum(0) - 1
-        return self.decoder(torch.tensor([i for p in pieces for i in p]), positions, self.attention, logits_at=ends)
+        return self.decoder(
+            torch.tensor([i for p in pieces for i in p]), positions, self.attention, logits_at=ends
+        )
 
     def decode(self, a: int, b: int) -> torch.Tensor:
-        last = torch.stack([self.table.table[r, n - 1] for r, n in zip(self.rows, self.lens, strict=True)]).long()
+        last = torch.stack(
+            [self.table.table[r, n - 1] for r, n in zip(self.rows, self.lens, strict=True)]
+        ).long()
         self.lens = self.lens + 1
         slots = self.allocator.alloc_decode(self.lens, last)
         assert slots is not None

@@ -10,7 +10,11 @@ from model_standins import DenseAttention, full_logits
 
 from minikv.models import Model, load
 
-PROMPTS = ["What is the capital of France?", "Write a haiku about the sea.", "Name three prime numbers."]
+PROMPTS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Name three prime numbers.",
+]
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
     "  spaces\tand\n\n\nnewlines \n  kept  ",
@@ -58,7 +62,9 @@ def test_logits_equal_transformers(ours: Model, theirs) -> None:
 def test_greedy_text_equals_transformers(ours: Model, theirs) -> None:
     ids = ours.tokenizer.chat([{"role": "user", "content": PROMPTS[0]}])
     with torch.inference_mode():
-        want = theirs.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False)[0, len(ids) :].tolist()
+        want = theirs.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False)[
+            0, len(ids) :
+        ].tolist()
     attention, got, new = DenseAttention(), [], torch.tensor(ids)
     for _ in want:
         at = len(ids) + len(got) - len(new) if got else 0
@@ -80,13 +86,16 @@ def test_ids_equal_transformers(ours: Model, their_tokenizer) -> None:
 
 
 def test_digits_are_cut_off_first_as_the_model_was_trained(ours: Model, their_tokenizer) -> None:
-    """The file asks for the rule "smollm": single digits before all else. transformers reads it as GPT-2's rule, which
-    differs where several spaces or line ends stand before a digit; with the rule put right it agrees everywhere."""
+    """The file asks for the rule "smollm": single digits before all else. transformers reads it as
+    GPT-2's rule, which differs where several spaces or line ends stand before a digit; with the
+    rule put right it agrees everywhere."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     backend = their_tokenizer.backend_tokenizer
     plain = backend.pre_tokenizer
-    backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    backend.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
     try:
         for text in [*TEXTS, "a list:\n\n1. one\n\n2. two   33"]:
             assert ours.tokenizer.encode(text) == backend.encode(text).ids, text
@@ -98,5 +107,7 @@ def test_chats_equal_transformers(ours: Model, their_tokenizer) -> None:
     system = {"role": "system", "content": "Answer in one word."}
     turn = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
     for chat in (turn[:1], [system, *turn, turn[0]], [*turn, turn[0]]):
-        want = their_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        want = their_tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=False
+        )
         assert ours.tokenizer.chat(chat) == want

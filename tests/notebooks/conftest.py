@@ -1,4 +1,5 @@
-"""JupyterLab on a copy of the notebooks, and headless Chromium to look at it, for the browser tests."""
+"""JupyterLab on a copy of the notebooks, and headless Chromium to look at it, for the browser
+tests."""
 
 from __future__ import annotations
 
@@ -22,11 +23,19 @@ import pytest
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--no-first-run"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+]
 FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 SETTINGS = {
     "notification": {"fetchNews": "false", "checkForUpdates": False},
-    "themes": {"adaptive-theme": True},  # follows the browser's prefers-color-scheme, so a test can switch it
+    "themes": {
+        "adaptive-theme": True
+    },  # follows the browser's prefers-color-scheme, so a test can switch it
 }
 
 
@@ -43,9 +52,12 @@ class Lab:
         return f"http://127.0.0.1:{self.port}/lab/tree/{notebook}?token={self.token}&reset"
 
     def api(self, path: str, method: str = "GET") -> Any:
-        """What the server's REST interface answers; asked again if a kernel ended while the server listed it (500)."""
+        """What the server's REST interface answers; asked again if a kernel ended while the server
+        listed it (500)."""
         address = f"http://127.0.0.1:{self.port}/api/{path}"
-        request = urllib.request.Request(address, method=method, headers={"Authorization": f"token {self.token}"})
+        request = urllib.request.Request(
+            address, method=method, headers={"Authorization": f"token {self.token}"}
+        )
         for attempt in range(10):
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
@@ -62,7 +74,8 @@ class Lab:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """JupyterLab on the notebooks without their outputs: what a test sees was made by the test's own run."""
+    """JupyterLab on the notebooks without their outputs: what a test sees was made by the test's
+    own run."""
     home = tmp_path_factory.mktemp("lab")
     folder = home / "notebooks"
     shutil.copytree(NOTEBOOKS, folder, ignore=shutil.ignore_patterns("*.ipynb", ".*"))
@@ -73,9 +86,18 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
                 cell.outputs, cell.execution_count = [], None
         nbformat.write(book, folder / path.name)
     # XDG_CACHE_HOME stays: the model's file is there.
-    names = ["JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_SETTINGS_DIR"]
+    names = [
+        "JUPYTER_CONFIG_DIR",
+        "JUPYTER_DATA_DIR",
+        "JUPYTER_RUNTIME_DIR",
+        "JUPYTERLAB_SETTINGS_DIR",
+    ]
     names += ["JUPYTERLAB_WORKSPACES_DIR", "IPYTHONDIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME"]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", **{name: str(home / name.lower()) for name in names}}
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        **{name: str(home / name.lower()) for name in names},
+    }
     settings = Path(env["JUPYTERLAB_SETTINGS_DIR"]) / "@jupyterlab" / "apputils-extension"
     settings.mkdir(parents=True)
     for name, values in SETTINGS.items():
@@ -100,8 +122,19 @@ def _start(home: Path, folder: Path, env: dict[str, str]) -> tuple[Lab, subproce
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         server = Lab(folder, port, secrets.token_hex(16), home / f"server-{attempt}.log")
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1"]
-        command += [f"--port={port}", "--ServerApp.port_retries=0", f"--ServerApp.root_dir={folder}"]
+        command = [
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            "--no-browser",
+            "--allow-root",
+            "--ip=127.0.0.1",
+        ]
+        command += [
+            f"--port={port}",
+            "--ServerApp.port_retries=0",
+            f"--ServerApp.root_dir={folder}",
+        ]
         command += [f"--IdentityProvider.token={server.token}"]
         with server.log.open("w") as log:
             process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
@@ -120,7 +153,9 @@ def _start(home: Path, folder: Path, env: dict[str, str]) -> tuple[Lab, subproce
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium, the one that is installed: nothing is downloaded."""
-    api = pytest.importorskip("playwright.sync_api", reason="install it: pip install -c constraints.txt -e '.[test]'")
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="install it: pip install -c constraints.txt -e '.[test]'"
+    )
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         pytest.skip("no Chromium; install it: apt-get install chromium")
@@ -131,10 +166,13 @@ def browser() -> Iterator[Any]:
 
 
 class Trouble(list):
-    """What a page complains about: errors on its console, uncaught exceptions, requests that failed."""
+    """What a page complains about: errors on its console, uncaught exceptions, requests that
+    failed."""
 
     def watch(self, page: Any) -> None:
-        page.on("console", lambda said: said.type == "error" and self.append(f"console: {said.text}"))
+        page.on(
+            "console", lambda said: said.type == "error" and self.append(f"console: {said.text}")
+        )
         page.on("pageerror", lambda error: self.append(f"exception: {error}"))
         page.on("requestfailed", lambda request: self.append(f"failed: {request.url[:200]}"))
 
@@ -146,7 +184,8 @@ def trouble() -> Trouble:
 
 @pytest.fixture
 def page(browser: Any, trouble: Trouble, tmp_path: Path) -> Iterator[Any]:
-    """An empty tab of a browser with a profile of its own; what it showed last is kept beside the screenshots."""
+    """An empty tab of a browser with a profile of its own; what it showed last is kept beside the
+    screenshots."""
     context = browser.new_context(viewport={"width": 1400, "height": 1000}, color_scheme="light")
     context.set_default_timeout(60_000)
     tab = context.new_page()

@@ -1,6 +1,7 @@
 """Notebooks and tour pages in real Chromium: run all, step by keyboard, play, in light and dark.
 
-Asserted are roles, labels, texts and contrast. Screenshots are left in pytest's folder for people to look at.
+Asserted are roles, labels, texts and contrast. Screenshots are left in pytest's folder for people
+to look at.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ FINISHED = """() => {
     const prompts = [...document.querySelectorAll(".jp-CodeCell .jp-InputPrompt")].map((p) => p.textContent);
     return prompts.length > 0 && prompts.every((p) => /\\[\\d+\\]/.test(p)) && prompts;
 }"""
-# The least contrast (WCAG: 1 to 21) between a text and what is behind it, among the words of a part of the page.
-# Pictures have a test of their own; the colours of code are JupyterLab's.
+# The least contrast (WCAG: 1 to 21) between a text and what is behind it, among the words of a part
+# of the page. Pictures have a test of their own; the colours of code are JupyterLab's.
 CONTRAST = """(root) => {
     const rgb = (colour) => (colour.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
     const light = (c) => {
@@ -74,7 +75,9 @@ def _run_all(page: Any, lab: Any, name: str) -> None:
             break
         page.keyboard.press("Escape")
     prompts = page.wait_for_function(FINISHED, timeout=RUN).json_value()
-    assert prompts != "error", page.locator('[data-mime-type="application/vnd.jupyter.error"]').first.text_content()
+    assert prompts != "error", page.locator(
+        '[data-mime-type="application/vnd.jupyter.error"]'
+    ).first.text_content()
     assert [int(p.strip("[]: ")) for p in prompts] == list(range(1, len(prompts) + 1))
     assert page.locator('[data-mime-type="application/vnd.jupyter.stderr"]').count() == 0
     pictures = page.locator(".jp-RenderedSVG img")
@@ -95,7 +98,9 @@ def _begun(page: Any) -> bool:
 
 def _theme(page: Any, name: str) -> None:
     page.emulate_media(color_scheme=name)
-    page.wait_for_function("(light) => document.body.dataset.jpThemeLight === light", arg=str(name == "light").lower())
+    page.wait_for_function(
+        "(light) => document.body.dataset.jpThemeLight === light", arg=str(name == "light").lower()
+    )
 
 
 def _legible(part: Any) -> None:
@@ -105,13 +110,16 @@ def _legible(part: Any) -> None:
 
 def _part(page: Any, button: str) -> Any:
     """The output that holds a button of this name."""
-    part = page.locator(".jp-OutputArea-output", has=page.get_by_role("button", name=button, exact=True)).first
+    part = page.locator(
+        ".jp-OutputArea-output", has=page.get_by_role("button", name=button, exact=True)
+    ).first
     part.scroll_into_view_if_needed()
     return part
 
 
 def _step_through(page: Any, expect: Any, part: Any) -> None:
-    """Arrow keys, Home and End, on the buttons and on the slider: the number and the picture follow."""
+    """Arrow keys, Home and End, on the buttons and on the slider: the number and the picture
+    follow."""
     picture, status = part.get_by_role("img"), part.get_by_role("status")
     part.get_by_role("button", name="next frame").focus()
     page.keyboard.press("Home")
@@ -155,7 +163,9 @@ def test_start_here(page, lab, expect, trouble, tmp_path: Path) -> None:
     assert trouble == []
 
 
-def test_the_player_steps_by_keyboard_and_without_a_kernel(page, lab, expect, trouble, tmp_path: Path) -> None:
+def test_the_player_steps_by_keyboard_and_without_a_kernel(
+    page, lab, expect, trouble, tmp_path: Path
+) -> None:
     _run_all(page, lab, "04_pages.ipynb")
     part = _part(page, "next frame")
     _step_through(page, expect, part)
@@ -176,8 +186,16 @@ def test_the_playground_follows_two_prompts(page, lab, expect, trouble, tmp_path
     picture, prompt = part.get_by_role("img"), part.get_by_label("prompt")
     seen = [picture.text_content()]
     for theme, text, found in (
-        ("light", "You are a kind helper. Why is snow white?", "8 of 11 tokens reused, 3 more stored"),
-        ("dark", "You are a kind helper. Why is snow cold?", "9 of 11 tokens reused, 2 more stored, a node was split"),
+        (
+            "light",
+            "You are a kind helper. Why is snow white?",
+            "8 of 11 tokens reused, 3 more stored",
+        ),
+        (
+            "dark",
+            "You are a kind helper. Why is snow cold?",
+            "9 of 11 tokens reused, 2 more stored, a node was split",
+        ),
     ):
         _theme(page, theme)
         prompt.fill(text)
@@ -227,7 +245,9 @@ def test_tour_pages(page, trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
         assert len(pictures) >= 3
         assert all(p["seen"] and len(p["words"]) > 10 for p in pictures), page.url
-        for target in page.locator("a[href]").evaluate_all("(all) => all.map((a) => a.getAttribute('href'))"):
+        for target in page.locator("a[href]").evaluate_all(
+            "(all) => all.map((a) => a.getAttribute('href'))"
+        ):
             if target.startswith("#"):
                 assert page.locator(f"[id={target[1:]!r}]").count() == 1, f"{page.url}: {target}"
             elif not target.startswith("http"):
@@ -238,10 +258,13 @@ def test_tour_pages(page, trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def _look(page: Any, folder: Path) -> None:
-    """Both colour schemes: the page is light or dark as the reader's system is, and its words can be read."""
+    """Both colour schemes: the page is light or dark as the reader's system is, and its words can
+    be read."""
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        red = page.locator("body").evaluate("(body) => Number(getComputedStyle(body).backgroundColor.match(/\\d+/)[0])")
+        red = page.locator("body").evaluate(
+            "(body) => Number(getComputedStyle(body).backgroundColor.match(/\\d+/)[0])"
+        )
         assert (red > 200) == (scheme == "light"), page.url
         _legible(page.locator("body"))
         page.screenshot(path=folder / f"{Path(page.url).stem}-{scheme}.png")
@@ -249,7 +272,9 @@ def _look(page: Any, folder: Path) -> None:
 
 def test_requests_are_put_into_another_order(page, lab, expect, trouble, tmp_path: Path) -> None:
     _run_all(page, lab, "08_batches.ipynb")
-    part = page.locator(".jp-OutputArea-output", has=page.get_by_role("button", name="A, place 1 of 6"))
+    part = page.locator(
+        ".jp-OutputArea-output", has=page.get_by_role("button", name="A, place 1 of 6")
+    )
     part.scroll_into_view_if_needed()
     picture = part.get_by_role("img")
     expect(picture).to_contain_text("In the order A B D E C F")
@@ -261,7 +286,9 @@ def test_requests_are_put_into_another_order(page, lab, expect, trouble, tmp_pat
     part.screenshot(path=tmp_path / "light.png")
     _legible(part)
     _theme(page, "dark")
-    part.get_by_role("button", name="D, place 4").drag_to(part.get_by_role("button", name="B, place 2"))
+    part.get_by_role("button", name="D, place 4").drag_to(
+        part.get_by_role("button", name="B, place 2")
+    )
     expect(picture).to_contain_text("In the order A D B C E F")
     part.screenshot(path=tmp_path / "dark.png")
     _legible(part)

@@ -47,7 +47,9 @@ def test_executed_in_order_without_errors(book) -> None:
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     for cell in code:
         assert all(out.output_type != "error" for out in cell.outputs), cell.id
-        assert all(out.get("name") != "stderr" for out in cell.outputs), f"{cell.id} prints to stderr"
+        assert all(out.get("name") != "stderr" for out in cell.outputs), (
+            f"{cell.id} prints to stderr"
+        )
 
 
 def test_headings(book) -> None:
@@ -96,14 +98,18 @@ def test_a_page_without_widgets_reads_well(book) -> None:
     for cell in book.cells:
         for out in cell.get("outputs", []):
             if "application/vnd.jupyter.widget-view+json" in out.get("data", {}):
-                assert out.data["text/plain"].startswith("(in JupyterLab: "), f"{cell.id}: {out.data['text/plain']}"
+                assert out.data["text/plain"].startswith("(in JupyterLab: "), (
+                    f"{cell.id}: {out.data['text/plain']}"
+                )
 
 
 def test_formulas_are_words_and_code(book) -> None:
     for cell in book.cells:
         if cell.cell_type == "markdown":
             prose = re.sub(r"```.*?```|`[^`]*`", "", cell.source, flags=re.S)
-            assert not re.search(r"\$[^$\s][^$]*\$", prose), f"{cell.id}: the tour's pages load no MathJax"
+            assert not re.search(r"\$[^$\s][^$]*\$", prose), (
+                f"{cell.id}: the tour's pages load no MathJax"
+            )
 
 
 def test_relative_links_lead_somewhere(book) -> None:
@@ -125,7 +131,11 @@ def test_each_exercise_is_checked_once(book, path) -> None:
     from minikv.lessons import exercises
     from minikv.lessons.worker import SKIPPED
 
-    graded = [c.source for c in book.cells if c.cell_type == "code" and not SKIPPED & set(c.metadata.get("tags", []))]
+    graded = [
+        c.source
+        for c in book.cells
+        if c.cell_type == "code" and not SKIPPED & set(c.metadata.get("tags", []))
+    ]
     for task in exercises(path.name[:2]):
         calls = sum(len(re.findall(rf"check\(\s*[\"']{task.id}[\"']", source)) for source in graded)
         assert calls == 1, f"{task.id}: {calls} cells check it, and grading takes the last"
@@ -143,5 +153,7 @@ def test_exercises_are_the_lessons_own(book, path) -> None:
         [stub] = [cell.source for cell in book.cells if cell.id == f"stub-{task.id}"]
         [function] = [node for node in ast.parse(stub).body if isinstance(node, ast.FunctionDef)]
         [wanted] = ast.parse(f"{task.signature}: ...").body
-        assert ast.dump(function.args) == ast.dump(wanted.args), f"{task.id}: the stub's parameters differ"
+        assert ast.dump(function.args) == ast.dump(wanted.args), (
+            f"{task.id}: the stub's parameters differ"
+        )
         assert ast.dump(function.returns or ast.Pass()) == ast.dump(wanted.returns or ast.Pass())

@@ -1,4 +1,5 @@
-"""Every notebook runs top to bottom without a network, with Triton's interpreter and without Triton."""
+"""Every notebook runs top to bottom without a network, with Triton's interpreter and without
+Triton."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minikv._triton import HAVE_TRITON
+from minikv.kernels.triton import HAVE_TRITON
 from minikv.tour import pick, run_notebook
 
 HIDE_TRITON = "import sys; sys.modules['triton'] = None"

@@ -1,4 +1,5 @@
-"""The radix tree as one would write it with lists only: tokens one by one, every search a scan. The tests' oracle."""
+"""The radix tree as one would write it with lists only: tokens one by one, every search a scan. The
+tests' oracle."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class PlainTree:
             i += 1
         return found[1:]
 
-    def find(self, tokens: list[int], namespace: Any = None, known: int = 0) -> tuple[PlainNode, int]:
+    def find(
+        self, tokens: list[int], namespace: Any = None, known: int = 0
+    ) -> tuple[PlainNode, int]:
         """Match, split and count; the node where it ends and the length."""
         whole = len(tokens) // self.page_size * self.page_size
         self.now += 1
@@ -59,7 +62,11 @@ class PlainTree:
             best, common = None, 0
             for child in at.children:
                 same = 0
-                while same < len(child.tokens) and done + same < whole and child.tokens[same] == tokens[done + same]:
+                while (
+                    same < len(child.tokens)
+                    and done + same < whole
+                    and child.tokens[same] == tokens[done + same]
+                ):
                     same += 1
                 same -= same % self.page_size
                 if same and child.space == repr(namespace):
@@ -83,7 +90,12 @@ class PlainTree:
         return upper
 
     def insert(
-        self, tokens: list[int], slots: list[int], namespace: Any = None, priority: int = 0, known: int = 0
+        self,
+        tokens: list[int],
+        slots: list[int],
+        namespace: Any = None,
+        priority: int = 0,
+        known: int = 0,
     ) -> tuple[int, PlainNode]:
         whole = len(tokens) // self.page_size * self.page_size
         node, n = self.find(tokens, namespace, known)
@@ -92,7 +104,9 @@ class PlainTree:
             at.priority = max(at.priority, priority)
             at = at.parent
         if n < whole:
-            leaf = PlainNode(tokens[n:whole], slots[n:whole], repr(namespace), node, self.now, self.now, priority)
+            leaf = PlainNode(
+                tokens[n:whole], slots[n:whole], repr(namespace), node, self.now, self.now, priority
+            )
             node.children.append(leaf)
             node = leaf
         return n, node
@@ -115,14 +129,19 @@ class PlainTree:
         return gone
 
     def dump(self) -> dict:
-        facts = {(n.space, n.path): [n.slots, n.locks, n.hits, n.priority, n.birth, n.use] for n in self.nodes()}
+        facts = {
+            (n.space, n.path): [n.slots, n.locks, n.hits, n.priority, n.birth, n.use]
+            for n in self.nodes()
+        }
         return in_order(facts)
 
 
 def in_order(facts: dict) -> dict:
     """Births and last uses as ranks: the two trees count them with other numbers."""
     for i in (4, 5):
-        ranks = {value: rank for rank, value in enumerate(sorted({fact[i] for fact in facts.values()}))}
+        ranks = {
+            value: rank for rank, value in enumerate(sorted({fact[i] for fact in facts.values()}))
+        }
         for fact in facts.values():
             fact[i] = ranks[fact[i]]
     return facts

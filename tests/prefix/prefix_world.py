@@ -24,10 +24,17 @@ class Req:
 
 
 class World:
-    """Allocator, table and cache; `content[slot]` is what the last write put there: namespace and tokens up to it."""
+    """Allocator, table and cache; `content[slot]` is what the last write put there: namespace and
+    tokens up to it."""
 
     def __init__(
-        self, pages: int, page_size: int, rows: int = 8, context: int = 64, device: str = "cpu", **options: Any
+        self,
+        pages: int,
+        page_size: int,
+        rows: int = 8,
+        context: int = 64,
+        device: str = "cpu",
+        **options: Any,
     ) -> None:
         self.device = device
         self.allocator = PagedAllocator(pages * page_size, page_size, device=device)
@@ -36,7 +43,9 @@ class World:
         self.content: dict[int, tuple] = {}
         self.running: list[Req] = []
 
-    def start(self, tokens: list[int], namespace: Hashable = None, cache: bool = True) -> Req | None:
+    def start(
+        self, tokens: list[int], namespace: Hashable = None, cache: bool = True
+    ) -> Req | None:
         """Match all but the last token, lock, take a row."""
         rows = self.table.alloc(1)
         if rows is None:

@@ -27,13 +27,18 @@ def node(w: World, *key: int):
 def test_b31a_the_same_slot_in_two_nodes(w: World) -> None:
     one, other = node(w, 3, 4), node(w, 5, 6)
     other.slots[:] = one.slots
-    with pytest.raises(StateError, match=rf"slot {int(one.slots[0])} is in Node .*\[3, 4\].*\[5, 6\]"):
+    with pytest.raises(
+        StateError, match=rf"slot {int(one.slots[0])} is in Node .*\[3, 4\].*\[5, 6\]"
+    ):
         w.cache.check()
 
 
 def test_b31b_a_size_that_is_off(w: World) -> None:
     w.cache.evictable_size += 1
-    with pytest.raises(StateError, match=rf"evictable_size is 7, but its nodes \(ids .*{node(w, 3, 4).id}.*\) hold 6"):
+    with pytest.raises(
+        StateError,
+        match=rf"evictable_size is 7, but its nodes \(ids .*{node(w, 3, 4).id}.*\) hold 6",
+    ):
         w.cache.check()
 
 
@@ -49,7 +54,8 @@ def test_b31d_a_slot_both_cached_and_free(w: World) -> None:
     w.allocator.free(leaf.slots)
     slot = int(leaf.slots[0])
     with pytest.raises(
-        StateError, match=rf"slot {slot} \(page {slot // 2}\) is both cached and free, in Node {leaf.id}"
+        StateError,
+        match=rf"slot {slot} \(page {slot // 2}\) is both cached and free, in Node {leaf.id}",
     ):
         w.cache.check()
 
@@ -67,7 +73,9 @@ def test_a_page_that_nobody_has(w: World) -> None:
 
 def test_a_slot_both_owned_and_cached_or_free(w: World) -> None:
     leaf = node(w, 5, 6)
-    with pytest.raises(StateError, match=rf"slot {int(leaf.slots[0])} .*both cached and owned by a request"):
+    with pytest.raises(
+        StateError, match=rf"slot {int(leaf.slots[0])} .*both cached and owned by a request"
+    ):
         w.cache.check(owned=[leaf.slots])
     free = int(w.allocator.free_pages[0])
     with pytest.raises(StateError, match=rf"page {free}\) is both owned by a request and free"):

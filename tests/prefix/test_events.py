@@ -14,7 +14,15 @@ from minikv.prefix.eviction import RANKS
 def facts(c: RadixCache) -> tuple:
     """All there is to know of a tree."""
     nodes = [(n.id, n.parent.id, n.last_use, n.birth, n.hit_count, n.priority) for n in c.nodes()]
-    return dump(c), nodes, c.clock, replace(c.stats), c.evictable_size, c.protected_size, c.root.lock_count
+    return (
+        dump(c),
+        nodes,
+        c.clock,
+        replace(c.stats),
+        c.evictable_size,
+        c.protected_size,
+        c.root.lock_count,
+    )
 
 
 def test_each_kind_of_event() -> None:
@@ -30,7 +38,12 @@ def test_each_kind_of_event() -> None:
     kinds = [e.kind for e in recorder.events]
     assert kinds == ["insert", "split", "match", "lock", "unlock", "evict", "evict", "reset"]
     insert, split, match, *_, evict, _, _ = recorder.events
-    assert (insert.tokens, insert.slots, insert.length, insert.namespace) == ((1, 2, 3, 4), (2, 3, 4, 5), 0, "a")
+    assert (insert.tokens, insert.slots, insert.length, insert.namespace) == (
+        (1, 2, 3, 4),
+        (2, 3, 4, 5),
+        0,
+        "a",
+    )
     assert (split.node, split.length) == (insert.node, 2)
     assert (match.node, match.length, match.tokens) == (node.id, 2, (1, 2, 9))
     assert (evict.node, evict.tokens, evict.length) == (insert.node, (3, 4), 2)
@@ -45,11 +58,16 @@ def test_replayed_events_give_the_same_tree_at_every_step(policy: str) -> None:
     seen = []
     with w.cache.record() as recorder:
         for _ in range(40):
-            w.run(rng.integers(0, 3, rng.integers(1, 9)).tolist(), [None, "a", 1, True][rng.integers(4)])
+            w.run(
+                rng.integers(0, 3, rng.integers(1, 9)).tolist(),
+                [None, "a", 1, True][rng.integers(4)],
+            )
             seen.append((len(recorder.events), facts(w.cache)))
         w.finish(held)
         w.cache.evict(4)
-    assert {"insert", "split", "match", "lock", "unlock", "evict"} <= {e.kind for e in recorder.events}
+    assert {"insert", "split", "match", "lock", "unlock", "evict"} <= {
+        e.kind for e in recorder.events
+    }
     frames = recorder.frames
     assert len(frames) == len(recorder.events) + 1
     assert frames[0].event is None
@@ -70,7 +88,11 @@ def test_a_replayed_tree_numbers_pages_that_nothing_holds() -> None:
     copy.insert([7, 8])
     cache.insert([7, 8])
     copy.check()
-    assert copy.match_prefix([7, 8]).slots.tolist() == cache.match_prefix([7, 8]).slots.tolist() == [8, 9]
+    assert (
+        copy.match_prefix([7, 8]).slots.tolist()
+        == cache.match_prefix([7, 8]).slots.tolist()
+        == [8, 9]
+    )
     for frame in recorder.frames:
         frame.tree.insert([7, 8])
         frame.tree.check()

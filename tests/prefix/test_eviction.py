@@ -95,7 +95,9 @@ def test_a_parent_that_becomes_a_leaf_is_a_candidate_at_once() -> None:
     c.insert([1, 2])
     c.insert([9])
     assert c.evict(2) == 2
-    assert [n.key.tolist() for n in c.nodes()] == [[1]] or [n.key.tolist() for n in c.nodes()] == [[9]]
+    assert [n.key.tolist() for n in c.nodes()] == [[1]] or [n.key.tolist() for n in c.nodes()] == [
+        [9]
+    ]
     assert c.evict(5) == 1
 
 
@@ -133,7 +135,12 @@ def test_a_node_of_another_tree_can_be_neither_locked_nor_unlocked() -> None:
         for stranger in (node, other.root):
             with pytest.raises(StateError, match="tree"):
                 call(stranger)
-    assert (mine.protected_size, mine.evictable_size, other.protected_size, other.evictable_size) == (0, 6, 4, 2)
+    assert (
+        mine.protected_size,
+        mine.evictable_size,
+        other.protected_size,
+        other.evictable_size,
+    ) == (0, 6, 4, 2)
     assert (node.lock_count, other.root.lock_count) == (1, 2)
     other.unlock(node)
     mine.check()
@@ -238,7 +245,9 @@ def test_comparisons_grow_with_the_logarithm_of_the_leaves(monkeypatch) -> None:
         Counted.comparisons = 0
         c.evict(100)
         per_leaf[leaves] = Counted.comparisons / 100
-    assert per_leaf[8192] <= 4 * 13 + 4  # about two comparisons (rank: equal? less?) per level, some more to sift back
+    assert (
+        per_leaf[8192] <= 4 * 13 + 4
+    )  # about two comparisons (rank: equal? less?) per level, some more to sift back
     assert per_leaf[8192] < 2 * per_leaf[256]
 
 
@@ -286,7 +295,11 @@ def test_b21_sizes_survive_splitting_a_locked_node() -> None:
         c.check()
         assert c.evictable_size >= 0
         assert c.protected_size >= 0
-        assert c.evictable_size + c.protected_size == c.total_size == sum(len(n.key) for n in c.nodes())
+        assert (
+            c.evictable_size + c.protected_size
+            == c.total_size
+            == sum(len(n.key) for n in c.nodes())
+        )
 
     c.insert([1, 2, 3])
     node = c.match_prefix([1, 2, 3]).node
@@ -322,7 +335,11 @@ def test_b24_every_use_counts_and_only_the_used_half_of_a_split() -> None:
     assert c.evict(4) == 4
     assert [n.key.tolist() for n in c.nodes()] == [a]
     c.insert([1, 2, 5, 5])
-    assert {tuple(n.key.tolist()): n.hit_count for n in c.nodes()} == {(1, 2): 3, (3, 4): 2, (5, 5): 0}
+    assert {tuple(n.key.tolist()): n.hit_count for n in c.nodes()} == {
+        (1, 2): 3,
+        (3, 4): 2,
+        (5, 5): 0,
+    }
 
 
 @pytest.mark.parametrize("policy", RANKS)

@@ -11,12 +11,24 @@ from minikv.measure import bench_cache
 
 
 def _python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_importing_brings_neither_triton_nor_models() -> None:
-    absent = ["triton", "minikv.models", "minikv.attention", "minikv.engine", "minikv.viz", "minikv.memory"]
-    assert _python(f"import sys, minikv.prefix; print([m for m in {absent!r} if m in sys.modules])") == "[]"
+    absent = [
+        "triton",
+        "minikv.models",
+        "minikv.attention",
+        "minikv.engine",
+        "minikv.viz",
+        "minikv.memory",
+    ]
+    assert (
+        _python(f"import sys, minikv.prefix; print([m for m in {absent!r} if m in sys.modules])")
+        == "[]"
+    )
 
 
 @pytest.mark.parametrize("shape", ["flat", "chains"])

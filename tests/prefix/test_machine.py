@@ -1,6 +1,8 @@
-"""Allocator, table and tree under many requests, step by step against the plain tree and the plain lists of requests.
+"""Allocator, table and tree under many requests, step by step against the plain tree and the plain
+lists of requests.
 
-The CI run executes about 2,000 rules; ``MINIKV_LONG_MACHINE=1 pytest tests/prefix/test_machine.py`` executes 200,000.
+The CI run executes about 2,000 rules; ``MINIKV_LONG_MACHINE=1 pytest tests/prefix/test_machine.py``
+executes 200,000.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ from prefix_world import Req, World
 LONG = os.environ.get("MINIKV_LONG_MACHINE") == "1"
 EXAMPLES, STEPS = (2600, 100) if LONG else (45, 50)
 NAMESPACES = [None, None, None, "a", 1, True, ("a", 1)]
-CHATS = [[0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2, 2, 2, 1, 1, 0, 0, 2, 2, 1, 1], [1] * 16]
+CHATS = [
+    [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0],
+    [0, 1, 2, 0, 1, 2, 2, 2, 1, 1, 0, 0, 2, 2, 1, 1],
+    [1] * 16,
+]
 executed = 0
 happened: set[str] = set()
 
@@ -73,15 +79,24 @@ class Server(RuleBasedStateMachine):
     def plain_make_room(self, r: Req, n: int) -> bool:
         """What getting `n` slots evicts; whether there are enough pages then."""
         new = -(-(r.computed + n) // self.size) - -(-r.computed // self.size)
-        free = self.pages - self.held - sum(len(node.tokens) for node in self.plain.nodes()) // self.size
+        free = (
+            self.pages
+            - self.held
+            - sum(len(node.tokens) for node in self.plain.nodes()) // self.size
+        )
         if new > free:
             happened.add("evict")
-            free += sum(len(node.tokens) for node in self.plain.evict((new - free) * self.size)) // self.size
+            free += (
+                sum(len(node.tokens) for node in self.plain.evict((new - free) * self.size))
+                // self.size
+            )
         return new <= free
 
     def count_pages(self) -> None:
         """Pages that requests hold themselves: those of computed tokens which are not the tree's."""
-        self.held = sum(-(-r.computed // self.size) - r.protected_len // self.size for r in self.world.running)
+        self.held = sum(
+            -(-r.computed // self.size) - r.protected_len // self.size for r in self.world.running
+        )
 
     def pick(self, i: int) -> Req:
         return self.world.running[i % len(self.world.running)]
@@ -133,14 +148,23 @@ class Server(RuleBasedStateMachine):
         self.plain_store(r)
         self.world.cache.cache_unfinished(r)
         if twice:
-            before = dump(self.world.cache), self.world.allocator.free_pages.tolist(), self.world.row(r)
+            before = (
+                dump(self.world.cache),
+                self.world.allocator.free_pages.tolist(),
+                self.world.row(r),
+            )
             self.world.cache.cache_unfinished(r)
-            assert (dump(self.world.cache), self.world.allocator.free_pages.tolist(), self.world.row(r)) == before
+            assert (
+                dump(self.world.cache),
+                self.world.allocator.free_pages.tolist(),
+                self.world.row(r),
+            ) == before
 
     @busy
     @rule(i=which, how=st.sampled_from(["finish", "retract", "abort"]), reserved=st.integers(0, 6))
     def end(self, i: int, how: str, reserved: int) -> None:
-        """A request ends, perhaps with slots reserved for tokens it did not compute; a retracted one comes again."""
+        """A request ends, perhaps with slots reserved for tokens it did not compute; a retracted
+        one comes again."""
         r = self.pick(i)
         if how == "abort" and reserved and r.computed + reserved <= 40:
             fits = self.plain_make_room(r, reserved)
@@ -206,7 +230,10 @@ class Server(RuleBasedStateMachine):
         free, tree = w.allocator.available_size() // self.size, w.cache.total_size // self.size
         assert free + tree + self.held == self.pages
         protected = sum(len(n.tokens) for n in self.plain.nodes() if n.locks)
-        assert (w.cache.protected_size, w.cache.evictable_size) == (protected, tree * self.size - protected)
+        assert (w.cache.protected_size, w.cache.evictable_size) == (
+            protected,
+            tree * self.size - protected,
+        )
         assert w.cache.root.lock_count == 1 + len(w.running)
 
     def teardown(self) -> None:

@@ -88,7 +88,12 @@ def test_ids_beyond_32_bits_are_told_apart() -> None:
     "tokens",
     [
         *([1.5], [[1, 2]], ["a"], np.array([True]), [[1], [1, 2]], 5, None, [None], "abc", 1.5),
-        *([2**63], [1, 2**64], np.array([2**64 - 1], np.uint64), torch.tensor([2**63], dtype=torch.uint64)),
+        *(
+            [2**63],
+            [1, 2**64],
+            np.array([2**64 - 1], np.uint64),
+            torch.tensor([2**63], dtype=torch.uint64),
+        ),
         *(torch.ones(2, dtype=torch.bfloat16), torch.ones(2), torch.tensor(3)),
     ],
 )
@@ -132,7 +137,14 @@ def test_counters() -> None:
     c.match_prefix([])
     c.evict(2)
     s = c.stats
-    assert (s.lookups, s.hit_tokens, s.miss_tokens, s.inserted, s.evicted, s.splits) == (2, 2, 3, 4, 2, 1)
+    assert (s.lookups, s.hit_tokens, s.miss_tokens, s.inserted, s.evicted, s.splits) == (
+        2,
+        2,
+        3,
+        4,
+        2,
+        1,
+    )
     assert s.hit_rate == 0.4
 
 
@@ -264,7 +276,8 @@ prompts = st.lists(st.integers(0, 2), max_size=14)
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from([1, 2, 3]), st.lists(st.tuples(st.booleans(), prompts, st.sampled_from([None, "a"])), max_size=12)
+    st.sampled_from([1, 2, 3]),
+    st.lists(st.tuples(st.booleans(), prompts, st.sampled_from([None, "a"])), max_size=12),
 )
 def test_any_calls_build_the_tree_that_the_plain_one_builds(page_size: int, calls) -> None:
     c, plain = RadixCache(page_size), PlainTree(page_size)

@@ -22,7 +22,11 @@ def test_a_chunk_goes_to_the_tree_and_the_tail_stays() -> None:
     w.check()
     w.finish(r)
     assert (r.row, r.node, r.protected_len) == (0, None, 0)
-    assert (w.cache.evictable_size, w.allocator.available_size(), w.table.available_size()) == (4, 12, 8)
+    assert (w.cache.evictable_size, w.allocator.available_size(), w.table.available_size()) == (
+        4,
+        12,
+        8,
+    )
     w.check()
 
 
@@ -32,7 +36,12 @@ def test_twice_changes_nothing() -> None:
     w.chunk(r)
     before = dump(w.cache), w.allocator.free_pages.tolist(), w.table.table.tolist(), vars(r).copy()
     w.cache.cache_unfinished(r)
-    assert (dump(w.cache), w.allocator.free_pages.tolist(), w.table.table.tolist(), vars(r)) == before
+    assert (
+        dump(w.cache),
+        w.allocator.free_pages.tolist(),
+        w.table.table.tolist(),
+        vars(r),
+    ) == before
     w.finish(r)
     before = dump(w.cache), w.allocator.free_pages.tolist()
     w.cache.cache_finished(r)
@@ -136,7 +145,10 @@ def _evicted(w: World, r: Req) -> None:
     [
         (_foreign, "another tree"),
         (_evicted, "keep its node locked"),
-        (lambda w, r: setattr(r, "node", w.cache.root) or w.cache.unlock(w.cache.root), "keep its node locked"),
+        (
+            lambda w, r: setattr(r, "node", w.cache.root) or w.cache.unlock(w.cache.root),
+            "keep its node locked",
+        ),
         (lambda w, r: setattr(r, "row", -1), "row=-1"),
         (lambda w, r: setattr(r, "row", 5), "row=5: is not in use"),
         (lambda w, r: setattr(r, "row", 99), "row=99"),
@@ -207,7 +219,9 @@ def test_on_a_gpu_the_tree_holds_device_slots_and_does_the_same() -> None:
     for w in worlds:
         rng = np.random.default_rng(0)
         for _ in range(60):
-            a, b = (w.start([1, *rng.integers(0, 2, rng.integers(1, 14)).tolist()]) for _ in range(2))
+            a, b = (
+                w.start([1, *rng.integers(0, 2, rng.integers(1, 14)).tolist()]) for _ in range(2)
+            )
             w.chunk(a, 1), w.chunk(b, 1), w.chunk(a), w.chunk(b)
             w.check()
             w.finish(a), w.finish(b)
@@ -262,12 +276,18 @@ def test_a_request_ends_without_waiting_for_the_device() -> None:
     for tail in (7, 8):  # the second one finds pages that the first one left
         tokens = np.array([*range(9), tail])
         match = cache.match_prefix(tokens[:-1])
-        r = SimpleNamespace(token_ids=tokens, computed=10, row=table.alloc(1)[0], node=match.node, namespace=None)
+        r = SimpleNamespace(
+            token_ids=tokens, computed=10, row=table.alloc(1)[0], node=match.node, namespace=None
+        )
         r.protected_len = match.length
         cache.lock(match.node)
         last = match.slots[-1:] if match.length else torch.tensor([-1], device="cuda")
-        new = allocator.alloc_extend(torch.tensor([match.length]), torch.tensor([13]), last, 13 - match.length)
-        table.write([r.row], [0], [13], torch.cat([match.slots, new]))  # three more slots are reserved
+        new = allocator.alloc_extend(
+            torch.tensor([match.length]), torch.tensor([13]), last, 13 - match.length
+        )
+        table.write(
+            [r.row], [0], [13], torch.cat([match.slots, new])
+        )  # three more slots are reserved
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -40,7 +40,10 @@ def running() -> SimpleNamespace:
         cache.lock(match.node)
         last = torch.tensor([int(match.slots[-1]) if match.length else -1])
         new = allocator.alloc_extend(
-            torch.tensor([match.length]), torch.tensor([len(tokens)]), last, len(tokens) - match.length
+            torch.tensor([match.length]),
+            torch.tensor([len(tokens)]),
+            last,
+            len(tokens) - match.length,
         )
         table.table[one.row, : len(tokens)] = torch.cat([match.slots, new]).int()
         one.computed = len(tokens)
@@ -89,6 +92,8 @@ def big_tree() -> SimpleNamespace:
         pages = int(torch.randint(1, 4, (1,), generator=rng))
         key = torch.randint(0, 17, (16 * pages,), generator=rng).tolist()
         slots = list(range(page * 16, (page + pages) * 16))
-        nodes.append(FakeNode(key, slots, parent, lock=len(nodes) % 997 == 0, hits=back % 9, use=len(nodes)))
+        nodes.append(
+            FakeNode(key, slots, parent, lock=len(nodes) % 997 == 0, hits=back % 9, use=len(nodes))
+        )
         page += pages
     return SimpleNamespace(page_size=16, nodes=lambda: nodes)

@@ -1,6 +1,8 @@
-"""Every picture of the running example, exact in its structure: words, marks and their nesting, no coordinates.
+"""Every picture of the running example, exact in its structure: words, marks and their nesting, no
+coordinates.
 
-The expected outlines stand in ``golden/``. After a wanted change delete the file, run twice, and read the diff.
+The expected outlines stand in ``golden/``. After a wanted change delete the file, run twice, and
+read the diff.
 """
 
 from __future__ import annotations
@@ -11,7 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from minikv.viz import attention, batch, example, memory_over_time, pages, requests, roofline, style, tiles, tree
+from minikv.viz import (
+    attention,
+    batch,
+    example,
+    memory_over_time,
+    pages,
+    requests,
+    roofline,
+    style,
+    tiles,
+    tree,
+)
 from minikv.viz.style import Drawing
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,7 +35,11 @@ LEVELS = {
         {"used": 26, "reserved": 34, "external": 8},
         {"used": 13, "reserved": 20},
     ],
-    "pages": [{"used": 13, "internal": 3}, {"used": 26, "internal": 6}, {"used": 13, "internal": 3}],
+    "pages": [
+        {"used": 13, "internal": 3},
+        {"used": 26, "internal": 6},
+        {"used": 13, "internal": 3},
+    ],
 }
 WORK = [
     {"name": "decode, 1 request", "intensity": 1.1, "flops": 4.0e12},
@@ -38,10 +55,16 @@ def _pictures(running) -> dict[str, Drawing | list[Drawing]]:
         "legend": style.legend(),
         "tree": tree.draw(running.cache, requests=running.requests, **speech),
         "page_map": pages.draw(running.allocator, cache=running.cache, **live, **speech),
-        "page_table": pages.page_table(running.allocator, who="C", cache=running.cache, **live, **speech),
+        "page_table": pages.page_table(
+            running.allocator, who="C", cache=running.cache, **live, **speech
+        ),
         "request_rows": requests.draw(running.table, requests=running.requests, **SPEECH),
-        "block_table": requests.block_table(running.requests, example.PAGE_SIZE, table=running.table),
-        "ragged_batch": batch.draw([0, 13, 18, 19], [0, 0, 8, 21], [*range(4, 12), *range(4, 17)], page_size=4),
+        "block_table": requests.block_table(
+            running.requests, example.PAGE_SIZE, table=running.table
+        ),
+        "ragged_batch": batch.draw(
+            [0, 13, 18, 19], [0, 0, 8, 21], [*range(4, 12), *range(4, 17)], page_size=4
+        ),
         "attention_triangle": attention.draw(5, 4, sliding_window=6, tile=(4, 4)),
         "tile_walk": tiles.walk([1.0, 2.0, float("-inf"), 0.0, 3.0], [[1.0, 0.0]] * 5, tile=2),
         "roofline": roofline.draw(WORK, bandwidth=4e12, peak=7.5e14),
@@ -64,7 +87,11 @@ def _outline(drawing: Drawing) -> Iterator[str]:
 def _inside(element: ET.Element, indent: str) -> Iterator[str]:
     for child in element:
         tag = child.tag.rpartition("}")[2]
-        marks = " ".join(f"{k.removeprefix('data-')}={v}" for k, v in sorted(child.items()) if k.startswith("data-"))
+        marks = " ".join(
+            f"{k.removeprefix('data-')}={v}"
+            for k, v in sorted(child.items())
+            if k.startswith("data-")
+        )
         words = "".join(child.itertext()).strip() if tag == "text" else ""
         if "tick_" in child.get("id", ""):
             continue  # the numbers of a chart's axis

@@ -39,7 +39,9 @@ def test_an_order_that_the_reader_changes_is_drawn_again() -> None:
         return example_drawing(order)
 
     def example_drawing(letters):
-        return order.draw({c: SimpleNamespace(token_ids=example.REQUESTS[c], cached_tokens=0) for c in letters})
+        return order.draw(
+            {c: SimpleNamespace(token_ids=example.REQUESTS[c], cached_tokens=0) for c in letters}
+        )
 
     live = widgets.Live(draw, order=control)
     control.value = ["A", "B", "C"]

@@ -11,7 +11,7 @@ import torch
 
 from minikv.errors import ArgumentError
 from minikv.memory import PagedAllocator
-from minikv.models.tokenizer import ByteTokenizer
+from minikv.models.files.tokenizer import ByteTokenizer
 from minikv.viz import (
     attention,
     batch,
@@ -31,20 +31,27 @@ from minikv.viz.live import Texts
 
 def test_the_page_map_of_the_running_example(running, look) -> None:
     drawing = pages.draw(
-        running.allocator, requests=running.requests, cache=running.cache, table=running.table, decode=example.decode
+        running.allocator,
+        requests=running.requests,
+        cache=running.cache,
+        table=running.table,
+        decode=example.decode,
     )
     seen = look(drawing)
     assert set(seen.marks("page")) == {str(n) for n in range(1, 13)}
     held = 12 - running.allocator.available_size() // 4
     assert seen.marks("token")["free"] == 4 * (12 - held)
-    # A: 13 computed; C reuses 8 of them, computes 5; B's leaf of 4 is cached and unused; two pages have 3 empty slots
+    # A: 13 computed; C reuses 8 of them, computes 5; B's leaf of 4 is cached and unused; two pages
+    # have 3 empty slots
     assert seen.marks("token") == {"computed": 18, "plain": 4, "empty": 6, "free": 4 * (12 - held)}
     assert seen.marks("lock") == {"2": 2, "1": 2, "n": 1}
     rows = {row["page"]: row for row in drawing.data}
     assert rows[1]["requests"] == "A C"
     assert rows[1]["tokens"] == "You are a kind"
     assert rows[5]["state"] == "cached"
-    assert {p for p, row in rows.items() if row["state"] == "free"} == set(running.allocator.free_pages.tolist())
+    assert {p for p, row in rows.items() if row["state"] == "free"} == set(
+        running.allocator.free_pages.tolist()
+    )
 
 
 def test_the_free_list_is_in_order(look) -> None:
@@ -103,7 +110,9 @@ def test_a_pool_of_a_million_pages_makes_few_objects(monkeypatch) -> None:
     slots = allocator.alloc(16 * 300_000)
     made = []
     monkeypatch.setattr(pages, "Page", lambda *a, make=pages.Page: made.append(1) or make(*a))
-    drawing = pages.draw(allocator, requests={"A": slots[: 16 * 2000], "B": slots[16 * 1000 : 16 * 1500]})
+    drawing = pages.draw(
+        allocator, requests={"A": slots[: 16 * 2000], "B": slots[16 * 1000 : 16 * 1500]}
+    )
     assert len(made) < 100, "only what is written out page by page"
     assert len(drawing.data) <= 600
     assert drawing.data[0] == {"pages": "1–1748", "held": 1748, "free": 0, "requests": "A"}
@@ -121,7 +130,9 @@ def test_slots_of_another_allocator_are_refused(size: int) -> None:
     allocator = PagedAllocator(12 * size, size, device="cpu")
     node = SimpleNamespace(key=[1], slots=[13 * size], lock_count=0)
     for bad in ([10**6], [13 * size], [-1]):
-        with pytest.raises(ArgumentError, match=rf"requests={bad[0]}: is no slot of this allocator.* end at"):
+        with pytest.raises(
+            ArgumentError, match=rf"requests={bad[0]}: is no slot of this allocator.* end at"
+        ):
             pages.draw(allocator, requests=[bad])
         with pytest.raises(ArgumentError, match="requests="):
             pages.page_table(allocator, [bad])
@@ -165,7 +176,12 @@ def test_charts_of_nothing_say_what_they_need() -> None:
 
 def test_the_page_table_has_an_arrow_per_block(running, look) -> None:
     drawing = pages.page_table(
-        running.allocator, running.requests, who="C", cache=running.cache, table=running.table, decode=example.decode
+        running.allocator,
+        running.requests,
+        who="C",
+        cache=running.cache,
+        table=running.table,
+        decode=example.decode,
     )
     row = running.table.table[running.requests["C"].row, :13].tolist()
     assert [r["page"] for r in drawing.data] == [row[i] // 4 for i in range(0, 13, 4)]
@@ -187,7 +203,9 @@ def test_the_page_table_in_a_large_pool_shows_its_own_pages(look) -> None:
 
 
 def test_request_rows_show_slots(running, look) -> None:
-    drawing = requests.draw(running.table, requests=running.requests, decode=example.decode, page_size=4)
+    drawing = requests.draw(
+        running.table, requests=running.requests, decode=example.decode, page_size=4
+    )
     seen = look(drawing)
     assert seen.marks("token") == {"computed": 18, "reused": 8}
     slots = [int(t) for t in seen.texts if t.isdigit()]
@@ -212,7 +230,9 @@ def test_the_block_table_counts_shared_pages(running, look) -> None:
 
 
 def test_the_ragged_batch_shows_its_arrays(look) -> None:
-    drawing = batch.draw([0, 13, 18, 23], [0, 0, 8, 16], [*range(4, 12), *range(4, 12)], page_size=4)
+    drawing = batch.draw(
+        [0, 13, 18, 23], [0, 0, 8, 16], [*range(4, 12), *range(4, 12)], page_size=4
+    )
     seen = look(drawing)
     assert seen.marks("token") == {"computed": 23, "reused": 16}
     assert {"qo_indptr", "kv_indptr"} <= set(seen.texts)
@@ -223,7 +243,10 @@ def test_the_ragged_batch_shows_its_arrays(look) -> None:
 def test_a_live_batch_reads_its_rows(running) -> None:
     rows = torch.tensor([r.row for r in running.requests.values()])
     live = SimpleNamespace(
-        rows=rows, prefix_lens=torch.tensor([13, 8]), seq_lens=torch.tensor([14, 13]), token_ids=torch.arange(6)
+        rows=rows,
+        prefix_lens=torch.tensor([13, 8]),
+        seq_lens=torch.tensor([14, 13]),
+        token_ids=torch.arange(6),
     )
     drawing = batch.of_batch(live, running.table)
     assert [(row["prefix"], row["extend"]) for row in drawing.data] == [(13, 1), (8, 5)]
@@ -237,11 +260,15 @@ def test_index_arrays_of_unequal_length_are_refused() -> None:
 # ----------------------------------------------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize(("window", "prefix", "new"), [(-1, 0, 5), (-1, 8, 5), (0, 3, 4), (2, 4, 8)])
+@pytest.mark.parametrize(
+    ("window", "prefix", "new"), [(-1, 0, 5), (-1, 8, 5), (0, 3, 4), (2, 4, 8)]
+)
 def test_visible_pairs_follow_the_rule(window: int, prefix: int, new: int, look) -> None:
     drawing = attention.draw(new, prefix, sliding_window=window)
     want = sum(
-        k <= prefix + q and (window < 0 or prefix + q - k <= window) for q in range(new) for k in range(prefix + new)
+        k <= prefix + q and (window < 0 or prefix + q - k <= window)
+        for q in range(new)
+        for k in range(prefix + new)
     )
     pairs = look(drawing).marks("pair")
     assert pairs["computed"] + pairs["reused"] == want
@@ -261,7 +288,10 @@ def test_a_tree_mask_replaces_causality(look) -> None:
 
 
 def test_skipped_tiles_are_counted() -> None:
-    assert "2 tiles without a visible pair are skipped" in attention.draw(8, 4, sliding_window=4, tile=(4, 4)).svg
+    assert (
+        "2 tiles without a visible pair are skipped"
+        in attention.draw(8, 4, sliding_window=4, tile=(4, 4)).svg
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- tiles
@@ -311,11 +341,19 @@ def test_the_load_map_adds_up() -> None:
 
 
 def test_the_roofline_names_its_limits() -> None:
-    work = [{"name": "decode", "intensity": 1.0}, {"name": "prefill", "intensity": 1000.0, "flops": 3.5e14}]
+    work = [
+        {"name": "decode", "intensity": 1.0},
+        {"name": "prefill", "intensity": 1000.0, "flops": 3.5e14},
+    ]
     drawing = roofline.draw(work, bandwidth=4e12, peak=7e14)
     assert [row["bound by"] for row in drawing.data] == ["memory", "arithmetic"]
     assert drawing.data[1]["share of limit"] == "50%"
-    for words in ("memory limit 4 TB/s", "arithmetic limit 700 TFLOP/s", "(FLOP per byte)", "(GFLOP/s)"):
+    for words in (
+        "memory limit 4 TB/s",
+        "arithmetic limit 700 TFLOP/s",
+        "(FLOP per byte)",
+        "(GFLOP/s)",
+    ):
         assert words in drawing.svg
 
 
@@ -327,7 +365,10 @@ def test_memory_over_time_compares_policies() -> None:
 
 
 def test_the_memory_strip_counts_holes(look) -> None:
-    parts = [{"who": "A", "start": 0, "used": 13, "reserved": 20}, {"who": "C", "start": 28, "used": 6, "reserved": 14}]
+    parts = [
+        {"who": "A", "start": 0, "used": 13, "reserved": 20},
+        {"who": "C", "start": 28, "used": 6, "reserved": 14},
+    ]
     drawing = memory_over_time.strip(parts, 48, refused={"who": "D", "need": 10})
     assert look(drawing).marks("token") == {"computed": 19, "empty": 15, "free": 14}
     assert "the largest hole has 8: refused" in drawing.svg
@@ -357,8 +398,22 @@ def test_the_timeline_counts_steps(by: str) -> None:
     drawing = timeline.draw(_events(), by=by)
     if by == "step":
         assert drawing.data == [
-            {"letter": "A", "request": 7, "wait": "0", "prefill": "1", "decode": "3", "retracted": 0},
-            {"letter": "B", "request": 8, "wait": "1", "prefill": "1", "decode": "1", "retracted": 1},
+            {
+                "letter": "A",
+                "request": 7,
+                "wait": "0",
+                "prefill": "1",
+                "decode": "3",
+                "retracted": 0,
+            },
+            {
+                "letter": "B",
+                "request": 8,
+                "wait": "1",
+                "prefill": "1",
+                "decode": "1",
+                "retracted": 1,
+            },
         ]
     assert "pool: 48 tokens" in drawing.svg
 

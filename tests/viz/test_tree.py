@@ -69,7 +69,11 @@ def test_marked_nodes_are_solid_hatched_and_struck(running, look) -> None:
 def test_colour_is_never_alone(running, look, by: str) -> None:
     seen = look(_draw(running, colour_by=by))
     assert "node colour" in seen.words
-    assert all(any(f"used {n.last_use}" in t for t in seen.texts) for n in running.cache.nodes() if len(n.key))
+    assert all(
+        any(f"used {n.last_use}" in t for t in seen.texts)
+        for n in running.cache.nodes()
+        if len(n.key)
+    )
 
 
 def test_an_unknown_colouring_names_the_choices(running) -> None:
@@ -95,7 +99,9 @@ def test_in_a_terminal_it_is_text(running) -> None:
         "from minikv.prefix import RadixCache\nfrom minikv.viz import tree\n"
         "c = RadixCache(2); c.insert([1, 2, 3, 4]); print(tree.draw(c))"
     )
-    out = subprocess.run([sys.executable, "-X", "utf8", "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-X", "utf8", "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert out.splitlines()[1:] == ["root", "└─ [1·2·3·4]  4 tokens, pages 1 2, 0 hits, used 1"]
 
 
@@ -104,7 +110,10 @@ def test_drawing_needs_neither_matplotlib_nor_widgets() -> None:
         "import sys; from minikv.viz import tree, pages, requests\n"
         "print([m for m in ('matplotlib', 'ipywidgets', 'IPython', 'triton') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == "[]"
+    )
 
 
 def test_namespaces_are_roots_of_their_own(look) -> None:
@@ -193,7 +202,9 @@ def _plain(source: str) -> list[list[str]]:
     program = dot_program()
     if program is None:
         pytest.skip("no Graphviz program")
-    out = subprocess.run([program, "-Tplain"], input=source, capture_output=True, text=True, encoding="utf-8")
+    out = subprocess.run(
+        [program, "-Tplain"], input=source, capture_output=True, text=True, encoding="utf-8"
+    )
     assert out.returncode == 0, out.stderr
     assert not out.stderr
     return [line.split() for line in out.stdout.splitlines()]
@@ -209,7 +220,9 @@ def test_b131_colons_make_no_ports() -> None:
     assert len([line for line in lines if line[0] == "edge"]) == 2
 
 
-@pytest.mark.parametrize("text", ["\\", '"', "a\\", "x\ny", "<b>", "<s>", "&", "{a|b}", "日本", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["\\", '"', "a\\", "x\ny", "<b>", "<s>", "&", "{a|b}", "日本", "\x00"]
+)
 def test_b132_labels_are_literal(text: str) -> None:
     cache = RadixCache(1)
     cache.insert([0])

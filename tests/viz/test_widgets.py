@@ -1,4 +1,5 @@
-"""Player, calculator, playground and inspector without a browser: links, subscriptions, size, errors."""
+"""Player, calculator, playground and inspector without a browser: links, subscriptions, size,
+errors."""
 
 from __future__ import annotations
 
@@ -39,7 +40,13 @@ def test_the_player_is_linked_in_the_browser_only() -> None:
     }
     assert all(isinstance(link, ipywidgets.widgets.widget_link.Link) for link in player.links)
     for part in (player.play, player.slider, player.stepper, player.stack):
-        ours = [f for by in part._trait_notifiers.values() for fs in by.values() for f in fs if "minikv" in f"{f}"]
+        ours = [
+            f
+            for by in part._trait_notifiers.values()
+            for fs in by.values()
+            for f in fs
+            if "minikv" in f"{f}"
+        ]
         assert ours == []  # nothing calls Python
 
 
@@ -49,7 +56,10 @@ def test_all_frames_are_there_before_anything_is_clicked(look) -> None:
     assert player.slider.max == player.play.max == player.stepper.max == 4
     ids = [i for frame in player.frames for i in look(frame).ids]
     assert len(ids) == len(set(ids))
-    assert all(frame.svg in child.value for frame, child in zip(player.frames, player.stack.children, strict=True))
+    assert all(
+        frame.svg in child.value
+        for frame, child in zip(player.frames, player.stack.children, strict=True)
+    )
 
 
 def test_the_static_picture_is_outside() -> None:
@@ -122,7 +132,10 @@ def test_b129_every_subscription_names_its_trait() -> None:
     found = 0
     for path in Path(inspector.__file__).parents[1].rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("observe", "unobserve"):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
+                "observe",
+                "unobserve",
+            ):
                 found += 1
                 assert "names" in {word.arg for word in node.keywords}, f"{path.name}:{node.lineno}"
     assert found >= 3
@@ -227,7 +240,8 @@ def test_b128_the_playground_keeps_its_size_over_200_redraws() -> None:
 
 def test_a_real_tokenizers_bytes_are_drawn(look) -> None:
     tokenizer = SimpleNamespace(
-        encode=lambda text: list(text.encode()), decode=lambda ids: bytes(ids).decode("utf-8", "replace")
+        encode=lambda text: list(text.encode()),
+        decode=lambda ids: bytes(ids).decode("utf-8", "replace"),
     )
     ground = Playground(tokenizer, page_size=2)
     assert look(ground.run("é日<&")).marks("token") == {"computed": 6}
@@ -248,7 +262,9 @@ def test_the_inspector_reads_ten_thousand_nodes(big_tree) -> None:
 
 
 def test_choosing_a_node_tells_all_about_it(running) -> None:
-    seen = inspector.Inspector(running.cache, decode=example.decode, requests=running.requests, colour_by="owner")
+    seen = inspector.Inspector(
+        running.cache, decode=example.decode, requests=running.requests, colour_by="owner"
+    )
     leaf = seen.search("pages")[0]
     seen.widget.selected = leaf
     detail = seen.widget.detail

@@ -30,7 +30,9 @@ MISTAKES = {
     "00-pages-needed": [
         Mistake("division that rounds down forgets the last, partly filled page", _rounds_down),
         Mistake("one page too many when the tokens fill their pages exactly", _always_one_more),
-        Mistake("rounding to the nearest forgets a page that is less than half full", _rounds_to_nearest),
+        Mistake(
+            "rounding to the nearest forgets a page that is less than half full", _rounds_to_nearest
+        ),
         Mistake("zero tokens need zero pages, not one", _at_least_one),
     ]
 }

@@ -34,7 +34,8 @@ def _step_drops_token_0(x, cache, wq, wk, wv):
     return _attend(x @ wq, keys[1:], values[1:]) if len(keys) > 1 else x @ wv
 
 
-# One store per weight matrix: shared by all requests of a case, as a global cache is shared by all requests of a model.
+# One store per weight matrix: shared by all requests of a case, as a global cache is shared by all
+# requests of a model.
 _SHARED: list[tuple] = []
 
 
@@ -58,7 +59,9 @@ def lost_token(query, keys, values, output):
     if np.allclose(_attend(query, keys, values), output, atol=1e-6):
         return None
     for j in range(len(keys)):
-        if np.allclose(_attend(query, np.delete(keys, j, 0), np.delete(values, j, 0)), output, atol=1e-6):
+        if np.allclose(
+            _attend(query, np.delete(keys, j, 0), np.delete(values, j, 0)), output, atol=1e-6
+        ):
             return j
     return None
 
@@ -80,7 +83,9 @@ def _lost_zeroes_the_row(query, keys, values, output):
 
 def _lost_never_none(query, keys, values, output):
     gaps = [
-        np.abs(_attend(query, np.delete(keys, j, 0), np.delete(values, j, 0)) - output).max() if len(keys) > 1 else 0.0
+        np.abs(_attend(query, np.delete(keys, j, 0), np.delete(values, j, 0)) - output).max()
+        if len(keys) > 1
+        else 0.0
         for j in range(len(keys))
     ]
     return int(np.argmin(gaps))
@@ -89,9 +94,15 @@ def _lost_never_none(query, keys, values, output):
 SOLUTIONS = {"01-step": step, "01-missing-token": lost_token}
 MISTAKES = {
     "01-step": [
-        Mistake("the new token must be in the cache before it attends: it sees itself", _step_attends_before_storing),
+        Mistake(
+            "the new token must be in the cache before it attends: it sees itself",
+            _step_attends_before_storing,
+        ),
         Mistake("token 0 is never attended to", _step_drops_token_0),
-        Mistake("one cache is shared by all requests; use the cache that is passed", _step_shares_its_cache),
+        Mistake(
+            "one cache is shared by all requests; use the cache that is passed",
+            _step_shares_its_cache,
+        ),
         Mistake("the scores are not divided by sqrt(d)", _step_without_scale),
     ],
     "01-missing-token": [

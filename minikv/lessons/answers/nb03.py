@@ -32,7 +32,9 @@ def _simulate(capacity, trace, choose):
 
 
 def first_fit(capacity, trace):
-    return _simulate(capacity, trace, lambda cells, size: next((s for s, n in _holes(cells) if n >= size), None))
+    return _simulate(
+        capacity, trace, lambda cells, size: next((s for s, n in _holes(cells) if n >= size), None)
+    )
 
 
 def _best_fit(capacity, trace):
@@ -64,7 +66,9 @@ def _counts_free_cells(capacity, trace):
 
 def _last_fit(capacity, trace):
     return _simulate(
-        capacity, trace, lambda cells, size: next((s for s, n in reversed(_holes(cells)) if n >= size), None)
+        capacity,
+        trace,
+        lambda cells, size: next((s for s, n in reversed(_holes(cells)) if n >= size), None),
     )
 
 

@@ -40,7 +40,9 @@ def _extend_always_new_page(free, prefix_lens, seq_lens, last_loc, page_size):
         if need > len(left):
             return None, free
         taken, left = left[:need], left[need:]
-        slots += [page * page_size + i for page in taken for i in range(page_size)][: total - prefix]
+        slots += [page * page_size + i for page in taken for i in range(page_size)][
+            : total - prefix
+        ]
     return slots, left
 
 
@@ -143,7 +145,9 @@ def choose_page_size(lengths, sizes, token_bytes, entry_bytes):
 
 
 def _choose_over_the_sum(lengths, sizes, token_bytes, entry_bytes):
-    return min(sizes, key=lambda size: (_cost([sum(lengths)], size, token_bytes, entry_bytes), size))
+    return min(
+        sizes, key=lambda size: (_cost([sum(lengths)], size, token_bytes, entry_bytes), size)
+    )
 
 
 def _choose_waste_only(lengths, sizes, token_bytes, entry_bytes):
@@ -164,16 +168,33 @@ SOLUTIONS = {
 MISTAKES = {
     "04-alloc-extend": [
         Mistake(
-            "pages taken before the list ran out are lost; on None nothing may be taken", _extend_keeps_what_it_took
+            "pages taken before the list ran out are lost; on None nothing may be taken",
+            _extend_keeps_what_it_took,
         ),
-        Mistake("the rest of the last prefix page is never used; its free slots come first", _extend_always_new_page),
-        Mistake("room is counted in tokens, but pages are handed out whole to each request", _extend_counts_tokens),
-        Mistake("pages are taken from the back of the free list, not the front", _extend_from_the_back),
+        Mistake(
+            "the rest of the last prefix page is never used; its free slots come first",
+            _extend_always_new_page,
+        ),
+        Mistake(
+            "room is counted in tokens, but pages are handed out whole to each request",
+            _extend_counts_tokens,
+        ),
+        Mistake(
+            "pages are taken from the back of the free list, not the front", _extend_from_the_back
+        ),
     ],
     "04-alloc-decode": [
-        Mistake("a page opens one token too early; seq_lens already counts the new token", _decode_off_by_one),
-        Mistake("no page is ever opened, so tokens run into the neighbouring page", _decode_never_opens),
-        Mistake("pages are taken before they are counted; on None nothing may be taken", _decode_takes_before_counting),
+        Mistake(
+            "a page opens one token too early; seq_lens already counts the new token",
+            _decode_off_by_one,
+        ),
+        Mistake(
+            "no page is ever opened, so tokens run into the neighbouring page", _decode_never_opens
+        ),
+        Mistake(
+            "pages are taken before they are counted; on None nothing may be taken",
+            _decode_takes_before_counting,
+        ),
     ],
     "04-slots-of": [
         Mistake("pages are not neighbours; look up the page of every token", _slots_in_one_run),
@@ -181,12 +202,23 @@ MISTAKES = {
         Mistake("the empty slots of the last page hold no tokens yet", _slots_whole_pages),
     ],
     "04-position-of": [
-        Mistake("slots of the last page past the request's length hold no token", _position_without_length),
-        Mistake("that is the offset inside the page, not the position in the request", _position_is_offset),
-        Mistake("pages are not neighbours; find the place of the slot's page in the row", _position_from_first_page),
+        Mistake(
+            "slots of the last page past the request's length hold no token",
+            _position_without_length,
+        ),
+        Mistake(
+            "that is the offset inside the page, not the position in the request",
+            _position_is_offset,
+        ),
+        Mistake(
+            "pages are not neighbours; find the place of the slot's page in the row",
+            _position_from_first_page,
+        ),
     ],
     "04-choose-page-size": [
-        Mistake("each request rounds up by itself; the sum of lengths does not", _choose_over_the_sum),
+        Mistake(
+            "each request rounds up by itself; the sum of lengths does not", _choose_over_the_sum
+        ),
         Mistake("the page table's entries cost bytes too", _choose_waste_only),
         Mistake("on a tie the smallest size is asked for", _choose_largest_on_ties),
     ],

@@ -66,7 +66,9 @@ def _decode_whole_pages(q, k_pool, v_pool, pages, length, page_size):
 
 
 def _decode_round_robin(q, k_pool, v_pool, pages, length, page_size):
-    return _decode(q, k_pool, v_pool, _slots(pages, length, page_size), lambda h: h % k_pool.shape[1])
+    return _decode(
+        q, k_pool, v_pool, _slots(pages, length, page_size), lambda h: h % k_pool.shape[1]
+    )
 
 
 def _decode_drops_last(q, k_pool, v_pool, pages, length, page_size):
@@ -82,17 +84,26 @@ def _decode_no_scale(q, k_pool, v_pool, pages, length, page_size):
 SOLUTIONS = {"05-online-softmax": two_tiles, "05-paged-decode": paged_decode}
 MISTAKES = {
     "05-online-softmax": [
-        Mistake("the sum and the accumulator are not rescaled when the maximum grows", _tiles_no_rescale),
-        Mistake("without subtracting the maximum, exp overflows or vanishes", _tiles_no_shift),
-        Mistake("a tile that is masked altogether makes -inf minus -inf, which is NaN", _tiles_no_guard),
         Mistake(
-            "the two tiles' results are averaged by their sizes, not by their sums of exponentials", _tiles_average
+            "the sum and the accumulator are not rescaled when the maximum grows", _tiles_no_rescale
+        ),
+        Mistake("without subtracting the maximum, exp overflows or vanishes", _tiles_no_shift),
+        Mistake(
+            "a tile that is masked altogether makes -inf minus -inf, which is NaN", _tiles_no_guard
+        ),
+        Mistake(
+            "the two tiles' results are averaged by their sizes, not by their sums of exponentials",
+            _tiles_average,
         ),
     ],
     "05-paged-decode": [
-        Mistake("the last page is read to its end; slots past the length hold anything", _decode_whole_pages),
         Mistake(
-            "query heads of a group are neighbours: head h reads KV head h * kv_heads // heads", _decode_round_robin
+            "the last page is read to its end; slots past the length hold anything",
+            _decode_whole_pages,
+        ),
+        Mistake(
+            "query heads of a group are neighbours: head h reads KV head h * kv_heads // heads",
+            _decode_round_robin,
         ),
         Mistake("the newest token is not attended to", _decode_drops_last),
         Mistake("the scores are not divided by sqrt(d)", _decode_no_scale),

@@ -79,7 +79,11 @@ def insert(root, tokens, slots):
             child = _split(node, child, n)
         node, present = child, present + n
     if present < len(tokens):
-        node["children"][tokens[present]] = {"key": tokens[present:], "slots": slots[present:], "children": {}}
+        node["children"][tokens[present]] = {
+            "key": tokens[present:],
+            "slots": slots[present:],
+            "children": {},
+        }
     return present
 
 
@@ -92,7 +96,11 @@ def _insert_without_split(root, tokens, slots):
         if n < len(child["key"]):
             break
     if present < len(tokens):
-        node["children"][tokens[present]] = {"key": tokens[present:], "slots": slots[present:], "children": {}}
+        node["children"][tokens[present]] = {
+            "key": tokens[present:],
+            "slots": slots[present:],
+            "children": {},
+        }
     return present
 
 
@@ -118,7 +126,11 @@ def _insert_loses_children(root, tokens, slots):
             child["children"] = {**child["children"], key[n]: lower}
         node, present = child, present + n
     if present < len(tokens):
-        node["children"][tokens[present]] = {"key": tokens[present:], "slots": slots[present:], "children": {}}
+        node["children"][tokens[present]] = {
+            "key": tokens[present:],
+            "slots": slots[present:],
+            "children": {},
+        }
     return present
 
 
@@ -151,29 +163,49 @@ def _hit_any_namespace(length, page_size, same_namespace, cached_before):
 
 def _hit_rounds_up(length, page_size, same_namespace, cached_before):
     _, reason = second_hit(length, page_size, same_namespace, cached_before)
-    return (-(-(length - 1) // page_size) * page_size if reason in ("hit", "too short") else 0), reason
+    return (
+        -(-(length - 1) // page_size) * page_size if reason in ("hit", "too short") else 0
+    ), reason
 
 
 SOLUTIONS = {"06-match-prefix": match_prefix, "06-insert-split": insert, "06-why-zero": second_hit}
 MISTAKES = {
     "06-match-prefix": [
         Mistake("a match may end inside a node; its first tokens count", _match_whole_nodes),
-        Mistake("only the first token of a node's key is compared, not the whole key", _match_first_token_only),
-        Mistake("the walk stops at the first node; go on with its children", _match_stops_at_first_node),
-        Mistake("after a node that agrees only in part the walk goes on; it must stop there", _match_runs_on),
+        Mistake(
+            "only the first token of a node's key is compared, not the whole key",
+            _match_first_token_only,
+        ),
+        Mistake(
+            "the walk stops at the first node; go on with its children", _match_stops_at_first_node
+        ),
+        Mistake(
+            "after a node that agrees only in part the walk goes on; it must stop there",
+            _match_runs_on,
+        ),
     ],
     "06-insert-split": [
         Mistake("the node is not split where the paths part", _insert_without_split),
-        Mistake("slots of tokens that were cached before are replaced; the tree keeps its own", _insert_replaces_slots),
+        Mistake(
+            "slots of tokens that were cached before are replaced; the tree keeps its own",
+            _insert_replaces_slots,
+        ),
         Mistake(
             "on a split the old children stay with the upper half; they belong under the lower one",
             _insert_loses_children,
         ),
-        Mistake("the result is the number of tokens already there, not of new ones", _insert_returns_new),
+        Mistake(
+            "the result is the number of tokens already there, not of new ones", _insert_returns_new
+        ),
     ],
     "06-why-zero": [
-        Mistake("only whole pages are stored, so the hit is rounded down to pages", _hit_without_floor),
-        Mistake("the last token is always computed, so the lookup asks for length - 1 tokens", _hit_whole_prompt),
+        Mistake(
+            "only whole pages are stored, so the hit is rounded down to pages", _hit_without_floor
+        ),
+        Mistake(
+            "the last token is always computed, so the lookup asks for length - 1 tokens",
+            _hit_whole_prompt,
+        ),
         Mistake("equal tokens in another namespace are not shared", _hit_any_namespace),
         Mistake("the hit is rounded up to a page that is not full", _hit_rounds_up),
     ],

@@ -62,7 +62,11 @@ def _evict(nodes, num_tokens, leaves_only=True, locks=True, oldest=True, again=T
     while freed < num_tokens:
         if again:
             parents = {n["parent"] for n in left}
-        free = [n for n in left if (not leaves_only or n["name"] not in parents) and (not locks or n["locks"] == 0)]
+        free = [
+            n
+            for n in left
+            if (not leaves_only or n["name"] not in parents) and (not locks or n["locks"] == 0)
+        ]
         if exact:
             free = [n for n in free if freed + n["tokens"] <= num_tokens]
         if not free:
@@ -131,13 +135,18 @@ SOLUTIONS = {
 }
 MISTAKES = {
     "07-page-floor": [
-        Mistake("a page that agrees only in part counts; only whole pages can be shared", _no_floor),
+        Mistake(
+            "a page that agrees only in part counts; only whole pages can be shared", _no_floor
+        ),
         Mistake("the last page is rounded up although it agrees only in part", _round_up),
         Mistake("tokens behind the first difference are counted", _counts_all_equal),
         Mistake("only the first token of each page is compared", _first_token_of_page),
     ],
     "07-fully-cached": [
-        Mistake("a fully cached prompt leaves nothing to run, so there are no logits", _plan_whole_prompt),
+        Mistake(
+            "a fully cached prompt leaves nothing to run, so there are no logits",
+            _plan_whole_prompt,
+        ),
         Mistake(
             "one token is left, but the cached part then ends inside a page; look up tokens[:-1] instead",
             _plan_one_token_left,
@@ -148,14 +157,27 @@ MISTAKES = {
         Mistake("a node with children goes; they would hang in the air", _evict_any_node),
         Mistake("a locked node goes while a request still reads it", _evict_locked),
         Mistake("the most recently used leaf goes first; the oldest should", _evict_newest),
-        Mistake("a parent that loses its last child becomes a leaf and may go too", _evict_first_leaves),
-        Mistake("it stops short; at least num_tokens must be freed, a leaf goes whole", _evict_not_more),
+        Mistake(
+            "a parent that loses its last child becomes a leaf and may go too", _evict_first_leaves
+        ),
+        Mistake(
+            "it stops short; at least num_tokens must be freed, a leaf goes whole", _evict_not_more
+        ),
     ],
     "07-duplicate-insert": [
-        Mistake("the row still points at freed slots, which others will soon overwrite", _adopt_keeps_row),
+        Mistake(
+            "the row still points at freed slots, which others will soon overwrite",
+            _adopt_keeps_row,
+        ),
         Mistake("the duplicates are never freed, so memory leaks", _adopt_frees_nothing),
-        Mistake("slots that the tree took over are freed; it owns them now", _adopt_frees_all_pages),
-        Mistake("borrowed slots are freed; only the request's own copies may go", _adopt_frees_borrowed),
-        Mistake("the tail that fills no page is lost; it stays the request's own", _adopt_drops_tail),
+        Mistake(
+            "slots that the tree took over are freed; it owns them now", _adopt_frees_all_pages
+        ),
+        Mistake(
+            "borrowed slots are freed; only the request's own copies may go", _adopt_frees_borrowed
+        ),
+        Mistake(
+            "the tail that fills no page is lost; it stays the request's own", _adopt_drops_tail
+        ),
     ],
 }

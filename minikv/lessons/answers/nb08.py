@@ -26,7 +26,10 @@ def _without_zero(requests, page_size):
 
 
 def _positions_from_zero(requests, page_size):
-    return {**batch_arrays(requests, page_size), "positions": [i for r in requests for i in range(r["new"])]}
+    return {
+        **batch_arrays(requests, page_size),
+        "positions": [i for r in requests for i in range(r["new"])],
+    }
 
 
 def _pages_not_slots(requests, page_size):
@@ -38,7 +41,9 @@ def _new_tokens_too(requests, page_size):
     return {
         **batch_arrays(requests, page_size),
         "kv_indptr": [0, *accumulate(r["prefix"] + r["new"] for r in requests)],
-        "kv_indices": [slot for r in requests for slot in _slots(r, r["prefix"] + r["new"], page_size)],
+        "kv_indices": [
+            slot for r in requests for slot in _slots(r, r["prefix"] + r["new"], page_size)
+        ],
     }
 
 
@@ -62,13 +67,19 @@ SOLUTIONS = {"08-batch-arrays": batch_arrays, "08-best-order": best_order}
 MISTAKES = {
     "08-batch-arrays": [
         Mistake("an indptr begins with 0 and has one entry more than requests", _without_zero),
-        Mistake("positions go on after the prefix; they do not start again at 0", _positions_from_zero),
+        Mistake(
+            "positions go on after the prefix; they do not start again at 0", _positions_from_zero
+        ),
         Mistake("kv_indices holds slots, not page numbers", _pages_not_slots),
-        Mistake("kv_indices lists the prefix only; new tokens are passed beside it", _new_tokens_too),
+        Mistake(
+            "kv_indices lists the prefix only; new tokens are passed beside it", _new_tokens_too
+        ),
     ],
     "08-best-order": [
         Mistake("first come, first served lets families interrupt each other", _as_they_came),
         Mistake("the longest prompt first is not the longest shared prefix first", _longest_first),
-        Mistake("the first token alone does not keep families inside families together", _by_first_token),
+        Mistake(
+            "the first token alone does not keep families inside families together", _by_first_token
+        ),
     ],
 }

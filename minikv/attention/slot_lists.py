@@ -1,0 +1,168 @@
+"""Slot lists: from the request table to what attention kernels read.
+
+A batch's lists lie end to end in ``kv_indices``; request r owns
+``kv_indices[kv_indptr[r]:kv_indptr[r + 1]]``. Lengths come as CPU tensors, so every size is known
+on the host and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minikv.device import use_triton
+from minikv.errors import ArgumentError
+from minikv.kernels.triton import tl, triton
+
+BLOCK = 1024
+
+
+def build_kv_indices(
+    table: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Lay the first ``lens[r]`` slots of each of the given table rows end to end.
+
+    Parameters
+    ----------
+    table
+        int32 [rows, max_context], the request table.
+    rows, lens
+        int64 [n] on the CPU: which rows, and how many slots of each.
+    out
+        ``(kv_indptr, kv_indices)`` buffers to fill, at least [n + 1] and [sum of lens]; for graphs.
+    backend
+        "triton", "torch" or "auto".
+
+    Returns
+    -------
+    kv_indptr, kv_indices
+        int32 (or the buffers' dtype) [n + 1] and [sum of lens] on the table's device; views of
+        `out` where given.
+
+    Raises
+    ------
+    ArgumentError
+        Before anything is written: lengths beyond the table, or buffers too small for them.
+
+    Examples
+    --------
+    >>> table = torch.tensor([[0, 0, 0], [7, 8, 9], [4, 5, 6]], dtype=torch.int32)
+    >>> build_kv_indices(table, torch.tensor([2, 1]), torch.tensor([3, 1]))
+    (tensor([0, 3, 4], dtype=torch.int32), tensor([4, 5, 6, 7], dtype=torch.int32))
+    """
+    n, device = rows.shape[0], table.device
+    if lens.shape != rows.shape or lens.device.type != "cpu" or rows.device.type != "cpu":
+        raise ArgumentError(
+            "lens", f"{tuple(lens.shape)} on {lens.device}", f"rows and lens are CPU tensors [{n}]"
+        )
+    longest, total = (int(lens.max()), int(lens.sum())) if n else (0, 0)
+    if n and (longest > table.shape[1] or int(lens.min()) < 0):
+        raise ArgumentError(
+            "lens", lens.tolist(), f"must be between 0 and the table's {table.shape[1]} columns"
+        )
+    if out is None:
+        indptr, indices = (
+            torch.empty(size, dtype=torch.int32, device=device) for size in (n + 1, total)
+        )
+    else:
+        indptr, indices = out[0][: n + 1], out[1][:total]
+        if indptr.shape[0] <= n or indices.shape[0] < total:
+            sizes = tuple(buffer.shape[0] for buffer in out)
+            raise ArgumentError(
+                "out", sizes, f"this batch needs kv_indptr [{n + 1}] and kv_indices [{total}]"
+            )
+
+    host = torch.zeros(2 * n + 1, dtype=torch.int64)
+    torch.cumsum(lens, 0, out=host[1 : n + 1])
+    host[n + 1 :] = rows
+    staged = to_device(host, device)
+    indptr.copy_(staged[: n + 1])
+    staged_rows = staged[n + 1 :]
+    if use_triton(backend, device):
+        if total:
+            lay_out_rows(table, staged_rows, indptr, indices, longest)
+        return indptr, indices
+    counts = lens.to(device)
+    first = torch.repeat_interleave(staged[:n], counts, output_size=total)
+    row = torch.repeat_interleave(staged_rows, counts, output_size=total)
+    indices.copy_(table[row, torch.arange(total, device=device) - first])
+    return indptr, indices
+
+
+def lay_out_rows(
+    table: Tensor, rows: Tensor, kv_indptr: Tensor, kv_indices: Tensor, longest: int
+) -> None:
+    """The launch alone: `rows` [n] and `kv_indptr` [n + 1] lie on the device, no request is longer
+    than `longest`."""
+    grid = (rows.shape[0], triton.cdiv(longest, BLOCK))
+    _copy_rows_kernel[grid](table, rows, kv_indptr, kv_indices, table.stride(0), BLOCK=BLOCK)
+
+
+@triton.jit
+def _copy_rows_kernel(table, rows, kv_indptr, kv_indices, stride_row, BLOCK: tl.constexpr):
+    """Program (r, b) copies columns ``b * BLOCK ..`` of the r-th row asked for, as far as its
+    length goes."""
+    r = tl.program_id(0)
+    start = tl.load(kv_indptr + r).to(tl.int64)
+    length = tl.load(kv_indptr + r + 1).to(tl.int64) - start
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    line = table + tl.load(rows + r).to(tl.int64) * stride_row
+    slots = tl.load(line + column, mask=column < length, other=0)
+    tl.store(
+        kv_indices + start + column, slots.to(kv_indices.dtype.element_ty), mask=column < length
+    )
+
+
+def build_unified_kv_indices(
+    prefix_indptr: Tensor, prefix_indices: Tensor, qo_indptr: Tensor, extend_indices: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One list per request, its prefix followed by its new tokens, as the unified kernel reads it.
+
+    Parameters
+    ----------
+    prefix_indptr, prefix_indices
+        int [batch + 1] and [prefix tokens]: the prefix slots of each request.
+    qo_indptr, extend_indices
+        int [batch + 1] and [new tokens]: the slots that the new tokens were written to.
+
+    Returns
+    -------
+    kv_indptr, kv_indices, prefix_lens
+        int [batch + 1], [prefix + new tokens] and [batch].
+
+    Examples
+    --------
+    >>> build_unified_kv_indices(*map(torch.tensor, ([0, 2, 2], [4, 5], [0, 1, 3], [6, 8, 9])))
+    (tensor([0, 3, 5]), tensor([4, 5, 6, 8, 9]), tensor([2, 0]))
+    """
+    prefix_lens, new_lens = prefix_indptr.diff(), qo_indptr.diff()
+    kv_indptr = prefix_indptr + qo_indptr
+    parts = (
+        (prefix_indices, prefix_lens, qo_indptr[:-1]),
+        (extend_indices, new_lens, prefix_indptr[1:]),
+    )
+    size = prefix_indices.shape[0] + extend_indices.shape[0]
+    dtype = torch.result_type(prefix_indices, extend_indices)
+    kv_indices = torch.empty(size, dtype=dtype, device=prefix_indices.device)
+    for (
+        slots,
+        lens,
+        shift,
+    ) in parts:  # entry e of a part moves right by what of the other part comes before it
+        count = slots.shape[0]
+        moved = torch.repeat_interleave(shift, lens, output_size=count) + torch.arange(
+            count, device=slots.device
+        )
+        kv_indices[moved.long()] = slots.to(dtype)
+    return kv_indptr, kv_indices, prefix_lens
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Copy a small CPU tensor to `device`; to CUDA through pinned memory, so that the host does not
+    wait."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,0 +1,163 @@
+"""From logits to tokens, all rows at once, in fp32: tensor code that a graph can hold and the
+engine can call.
+
+Order: grammar mask, temperature, top-k, top-p, min-p. Nothing here is random and nothing is read on
+the host. A draw inverts the cumulative distribution at one uniform number per row, which the caller
+draws beforehand, so a token depends on its own row only and comes out the same in a graph, in a
+larger batch, or eagerly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minikv.engine.argmax import first_max
+
+VARIANTS = ("greedy", "sampled", "truncated", "logprobs", "grammar", "logits")
+"""Ways of choosing. Each does what those before it do and one thing more, so a batch takes the last
+that one of its requests needs: first maxima; temperature and min-p; top-k and top-p, which sort the
+vocabulary; log probabilities; a grammar's mask. ``logits`` chooses nothing: what has no fixed shape
+(biases, penalties, more log probabilities than :data:`TOP`) is done outside the graph, on its
+logits."""
+DRAWS, MASKED = VARIANTS[1:5], VARIANTS[4:5]
+"""The variants that read the knobs, and the mask."""
+KNOBS = ("temperature", "top_k", "top_p", "min_p", "u")
+"""What a row of the knobs holds. All zero, as padding is, is a greedy row."""
+TOP = 20
+"""Most likeliest tokens that the ``logprobs`` variant tells of; fixed, since a graph's output has
+one shape."""
+
+
+def sample(
+    logits: Tensor,
+    variant: str,
+    knobs: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    edited: Tensor | None = None,
+    truncates: bool = True,
+    top: int = TOP,
+) -> Tensor:
+    """Choose one token per row of logits.
+
+    Parameters
+    ----------
+    logits
+        `[n, vocab]` as the model gives them, any float dtype; not changed.
+    variant
+        One of :data:`VARIANTS`.
+    knobs
+        `[n * 5]` float64, the :data:`KNOBS` of each row; not read by "greedy".
+    mask
+        `[n * ceil(vocab / 32)]` int32, for "grammar": bit j of word i allows token 32 i + j.
+    edited
+        Choose from these instead; log probabilities stay those of `logits`.
+    truncates
+        False promises that no row uses top-k or top-p, which spares the sort.
+    top
+        Likeliest tokens per row of the last two variants.
+
+    Returns
+    -------
+    Tensor
+        int64 `[n]`, -1 where no finite maximum is left. "logprobs" and "grammar" give float64 `[n,
+        2 + 2 * top]`, all in one tensor that is read in one copy: the token, its log probability,
+        the likeliest tokens (best first), and their log probabilities. "logits" gives the logits.
+
+    Examples
+    --------
+    >>> logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 4.0, 3.0]])
+    >>> sample(logits, "greedy").tolist()
+    [1, 0]
+    >>> half = torch.tensor([1.0, 0, 1, 0, 0.99, 0, 0, 0, 0, 0])  # row 0 draws at u = 0.99, row 1 is greedy
+    >>> sample(logits, "sampled", half).tolist()
+    [2, 0]
+    >>> sample(logits, "grammar", half, torch.tensor([0b011, 0b100], dtype=torch.int32), top=1)[:, 0].tolist()
+    [1.0, 2.0]
+    """
+    if variant == "logits":
+        return logits
+    if variant == "greedy":
+        return first_max(logits)
+    assert knobs is not None
+    bad = ~torch.isfinite(logits.amax(dim=-1))  # NaN wins over all numbers
+    x = (logits if edited is None else edited).float()
+    if variant in MASKED and mask is not None:
+        x = x.masked_fill(~unpack(mask, *x.shape), -torch.inf)
+        bad |= x.amax(dim=-1) == -torch.inf
+    tokens = choose(
+        x, *knobs.view(-1, len(KNOBS)).unbind(1), truncates=truncates and variant != "sampled"
+    )
+    tokens = tokens.masked_fill(bad, -1)
+    if variant in ("sampled", "truncated"):
+        return tokens
+    lp = torch.log_softmax(logits.float(), dim=-1)
+    values, ids = lp.topk(min(top, lp.shape[-1]), dim=-1)
+    own = lp.gather(1, tokens.clamp_min(0)[:, None])
+    return torch.cat([t.double() for t in (tokens[:, None], own, ids, values)], dim=1)
+
+
+def unpack(mask: Tensor, rows: int, vocab: int) -> Tensor:
+    """A packed mask as bool `[rows, vocab]`.
+
+    Examples
+    --------
+    >>> unpack(torch.tensor([-1, 0b101], dtype=torch.int32), 1, 36)[0, 31:].tolist()
+    [True, True, False, True, False]
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+    return ((mask.view(rows, -1, 1) >> bits) & 1).view(rows, -1)[:, :vocab].bool()
+
+
+def choose(
+    x: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    u: Tensor,
+    truncates: bool = True,
+) -> Tensor:
+    """Draw one token per row of `x`; rows of temperature 0 take their first maximum.
+
+    Parameters
+    ----------
+    x
+        `[n, vocab]` fp32 logits.
+    temperature, top_k, top_p, min_p
+        `[n]` float64 on x's device; `top_k` < 1 and `top_p` >= 1 are off.
+    u
+        `[n]` float64 in [0, 1).
+    truncates
+        False promises that no row uses top-k or top-p, which spares the sort.
+
+    Returns
+    -------
+    Tensor
+        int64 `[n]`.
+    """
+    best, first = x.max(dim=-1, keepdim=True)
+    # The maximum goes first: whatever the temperature, the largest exponent is 0 and nothing
+    # overflows.
+    x = (x - best) / temperature.float().clamp_min(1e-10)[:, None]
+    if truncates:
+        ranked, order = x.sort(dim=-1, descending=True, stable=True)
+        limit = torch.where(top_k < 1, x.shape[-1], top_k)[:, None]
+        cut = torch.arange(x.shape[-1], device=x.device) >= limit
+        mass = torch.softmax(ranked.masked_fill(cut, -torch.inf), dim=-1).cumsum(dim=-1)
+        before = torch.nn.functional.pad(
+            mass[:, :-1], (1, 0)
+        )  # a sum, not a difference: exact on borders
+        cut |= before >= torch.where(top_p < 1, top_p.float(), 2.0)[:, None]
+        cut[:, 0] = False
+        # Back to the order of the vocabulary: a row draws the same whether or not its neighbours
+        # need the sort.
+        x = x.masked_fill(torch.empty_like(cut).scatter_(1, order, cut), -torch.inf)
+    p = torch.softmax(x, dim=-1)
+    p = p.masked_fill(p < min_p.float()[:, None] * p.amax(dim=-1, keepdim=True), 0.0)
+    mass = p.double().cumsum(dim=-1)  # double: a draw must not move with the order of additions
+    total = mass[:, -1]
+    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    drawn = torch.searchsorted(mass, target[:, None], right=True).clamp_max(x.shape[-1] - 1)
+    return torch.where(temperature[:, None] == 0, first, drawn).squeeze(1)

@@ -1,0 +1,1 @@
+"""Model files: safetensors folders, GGUF, tokenizers, the download, and published shapes."""

@@ -1,0 +1,286 @@
+"""Matrix times one row, with what stands around it: normalised input, gated output, residual added
+on the way out.
+
+A decode step of one request reads every weight for a single row, so it takes as long as the weights
+take to arrive. Two things keep them arriving: the norm before a product and the addition after it
+cost no kernel of their own, and a product asks for its weights *before* it waits for its input
+(programmatic dependent launch, sm90 and newer), so that the memory works on while the kernel before
+it ends. Folding neighbours into a matrix-vector product is what FasterTransformer and TensorRT-LLM
+do for small batches, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minikv.attention.tiles import capability_of
+from minikv.device import refuse_interpreted_bf16
+from minikv.kernels.launch import Binary, pointer
+from minikv.kernels.triton import INTERPRETED, tl, triton
+
+AHEAD_BYTES = 1 << 24
+"""Size up to which a matrix is fetched ahead of its use. The L2 cache loses parts of larger ones
+before they are read: one request of Llama-3-8B's shape took 20 % longer on an H200 with everything
+fetched ahead."""
+
+
+@dataclass(frozen=True)
+class LinearTiles:
+    """What one program computes: `block_n` outputs, in steps of `block_k` inputs."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+def project(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+    tiles: LinearTiles | None = None,
+) -> Tensor:
+    """``residual + act(rms_norm(x) @ weight.T + bias)`` in one kernel, for one row.
+
+    It rounds where :func:`project_torch` rounds: after the norm, the product, silu, the gate and
+    the sum.
+
+    Parameters
+    ----------
+    x
+        [1, k]; fp16, bf16 or fp32.
+    weight, bias
+        [n, k] contiguous, and [n].
+    norm, eps
+        Weight [k] of an RMSNorm of `x`; None for none.
+    gated
+        The first half of the n outputs goes through silu and multiplies the second: n / 2 columns
+        are left.
+    residual
+        [1, columns], added to the result.
+    tiles
+        For tests and tuning, in place of what is chosen here.
+
+    Returns
+    -------
+    Tensor
+        [1, n or n / 2] in x's dtype.
+    """
+    refuse_interpreted_bf16(x=x, weight=weight)
+    n, k = weight.shape[0] // 2 if gated else weight.shape[0], x.shape[1]
+    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+    tiles = tiles_of(n, k, gated) if tiles is None else tiles
+    launch(
+        one_row_kernel,
+        (triton.cdiv(n, tiles.block_n), 1),
+        (x, weight, bias, norm, residual, out, n, eps),
+        tiles.num_warps,
+        K=k,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        GATED=gated,
+        WARPS=tiles.num_warps,
+        AHEAD=k > tiles.block_k and weight.nbytes <= AHEAD_BYTES,
+    )
+    return out
+
+
+def project_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """:func:`project` with PyTorch operations, for any number of rows."""
+    y = F.linear(x if norm is None else F.rms_norm(x, norm.shape, norm, eps), weight, bias)
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    args: tuple[Any, ...],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    dependent: bool = True,
+    **constexprs: Any,
+) -> None:
+    """Run a kernel of these rooms, `dependent` where the chip can, with the host time of a
+    :class:`Binary`."""
+    device = args[0].device
+    dependent = dependent and device.type == "cuda" and capability_of(device) >= (9, 0)
+    constexprs["DEPENDENT"] = dependent
+    given = tuple(pointer(a) if isinstance(a, Tensor) else a for a in args)
+    kinds = tuple(
+        (a.dtype, INTERPRETED or p % 16 == 0)
+        for a, p in zip(args, given, strict=True)
+        if type(a) is Tensor
+    )
+    key = (
+        id(kernel),
+        device,
+        num_warps,
+        num_stages,
+        kinds,
+        *(a is None for a in args),
+        *constexprs.values(),
+    )
+    binary = _binaries.get(key)
+    if binary is None:
+        binary = _binaries[key] = Binary(
+            kernel, args, num_warps, num_stages, dependent, **constexprs
+        )
+    binary(*grid, *given)
+
+
+_binaries: dict[tuple[Any, ...], Binary] = {}
+
+
+def tiles_of(n: int, k: int, gated: bool) -> LinearTiles:
+    """Block sizes for n outputs (pairs when `gated`) of k inputs: small programs, many of which
+    share a processor."""
+    whole = max(32, triton.next_power_of_2(k))
+    if k >= 4096 and not gated:
+        return LinearTiles(8 if n >= 16384 else 4, 1024, 4)
+    if n >= 16384:
+        return LinearTiles(8, min(512, whole), 2)
+    if gated:
+        return LinearTiles(2, min(512, whole), 2)
+    return LinearTiles(4, min(512, whole), 2) if n >= 2048 else LinearTiles(2, min(1024, whole), 4)
+
+
+@triton.jit
+def ask_for(weight, row, rows, ROW_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+    """Have rows `row` .. ``row + BLOCK_N`` (of `rows`) of a matrix brought into the L2 cache;
+    nobody waits for them.
+
+    They lie end to end in memory; each warp names its share by one instruction.
+    """
+    share: tl.constexpr = BLOCK_N * ROW_BYTES // WARPS // 16 * 16
+    if ROW_BYTES % 16 == 0 and share > 0:
+        start = tl.arange(0, 32 * WARPS) // 32 * share
+        size = tl.minimum(tl.minimum(rows - row, BLOCK_N) * ROW_BYTES - start, share)
+        at = weight.to(tl.int64, bitcast=True) + row.to(tl.int64) * ROW_BYTES + start
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [at, size],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def gate_times_up(gate, up, kind: tl.constexpr):
+    """``silu(gate) * up``, rounded to `kind` as each step's own kernel would."""
+    gate = gate.to(kind).to(tl.float32)
+    act = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    return (act * up.to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit
+def normalised(v, gain, scale, kind: tl.constexpr):
+    """A part of a row, normalised and rounded to its dtype; fp32."""
+    return (v * scale * gain.to(tl.float32)).to(kind).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n"])
+def one_row_kernel(
+    x, weight, bias, norm, residual, out, n, eps,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
+    WARPS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """``y[j] = sum_i x[i] w[j, i]``: one program computes `BLOCK_N` outputs from `BLOCK_N` rows of
+    the weights.
+
+    ::
+
+               i  0      BLOCK_K            K
+                 +-------+-------+-----+          The first tile of w, and the norm's weights, are on their way before
+        j rows   | tile  | next  | ... |   w      the kernel waits for x; each further tile before the one in hand is
+                 +-------+-------+-----+          multiplied. Sums stay apart until the end: one reduction per program.
+
+    What is loaded after the wait is loaded at once, x and the residual together: a trip to the L2
+    cache takes as long as a tenth of the whole kernel.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
+    first = tl.program_id(0) * BLOCK_N
+    column = first + tl.arange(0, BLOCK_N)
+    i = tl.arange(0, BLOCK_K)
+    live = column < n
+    at = weight + column.to(tl.int64)[:, None] * K + i[None, :]
+    seen = live[:, None] & (i[None, :] < K)
+    tile = tl.load(at, mask=seen, other=0.0)
+    if GATED:
+        tile_up = tl.load(at + n.to(tl.int64) * K, mask=seen, other=0.0)
+    if norm is not None:
+        gain = tl.load(norm + i, mask=i < K, other=0.0)
+    if DEPENDENT:
+        item: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        if AHEAD:
+            ask_for(weight, first, n, K * item, BLOCK_N, WARPS)
+            if GATED:
+                ask_for(weight, first + n, 2 * n, K * item, BLOCK_N, WARPS)
+        tl.extra.cuda.gdc_wait()  # type: ignore
+
+    v = tl.load(x + i, mask=i < K, other=0.0).to(tl.float32)
+    old = 0.0
+    if residual is not None:
+        old = tl.load(residual + column, mask=live, other=0.0)
+    if norm is not None:
+        squares = v * v
+        for k in range(BLOCK_K, K, BLOCK_K):
+            further = tl.load(x + k + i, mask=k + i < K, other=0.0).to(tl.float32)
+            squares += further * further
+        scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / K + eps)
+        v = normalised(v, gain, scale, x.dtype.element_ty)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for k in range(BLOCK_K, K, BLOCK_K):
+        ahead = live[:, None] & (k + i[None, :] < K)
+        next_tile = tl.load(at + k, mask=ahead, other=0.0)
+        if GATED:
+            next_up = tl.load(at + n.to(tl.int64) * K + k, mask=ahead, other=0.0)
+        next_v = tl.load(x + k + i, mask=k + i < K, other=0.0).to(tl.float32)
+        if norm is not None:
+            gain = tl.load(norm + k + i, mask=k + i < K, other=0.0)
+            next_v = normalised(next_v, gain, scale, x.dtype.element_ty)
+        acc += tile.to(tl.float32) * v[None, :]
+        tile = next_tile
+        if GATED:
+            up += tile_up.to(tl.float32) * v[None, :]
+            tile_up = next_up
+        v = next_v
+    acc += tile.to(tl.float32) * v[None, :]
+    if GATED:
+        up += tile_up.to(tl.float32) * v[None, :]
+    y = tl.sum(acc, 1)
+    if bias is not None:
+        y += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
+    y = y.to(x.dtype.element_ty)
+    if GATED:
+        other = tl.sum(up, 1)
+        if bias is not None:
+            other += tl.load(bias + n + column, mask=live, other=0.0).to(tl.float32)
+        y = gate_times_up(y, other, x.dtype.element_ty)
+    if residual is not None:
+        y = (old.to(tl.float32) + y.to(tl.float32)).to(x.dtype.element_ty)
+    tl.store(out + column, y, mask=live)
