@@ -13,7 +13,8 @@ import torch
 from model_standins import full_logits
 
 from minikv.errors import ArgumentError, StateError
-from minikv.models import ModelConfig, download, load, random_model
+from minikv.models import ModelConfig, load, random_model
+from minikv.models.files import download
 from minikv.models.files.shapes import SHAPES, TINY
 
 LLAMA = {

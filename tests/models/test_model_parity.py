@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_standins import DenseAttention, full_logits
 
-from minikv.models.files import load
+from minikv.models import load
 
 transformers = pytest.importorskip("transformers")
 
