@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from minikv.attention.backend import AttentionBackend
 from minikv.models.config import ModelConfig
-from minikv.models.layers import MLP, Linear, RMSNorm, Rotary, SelfAttention
+from minikv.models.layers import MLP, Linear, RMSNorm, SelfAttention
 from minikv.models.mla import LatentAttention
+from minikv.models.rope import Rotary
 
 
 class Decoder(nn.Module):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from minikv.attention.backend import AttentionBackend, LayerAttention
 from minikv.models.config import ModelConfig
-from minikv.models.layers import Linear, RMSNorm, rotate, yarn_mscale
+from minikv.models.layers import Linear, RMSNorm
+from minikv.models.rope import rotate, yarn_mscale
 
 
 class LatentAttention(nn.Module):

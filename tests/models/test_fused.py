@@ -7,6 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from fused_twins import (
+    add_norm_torch,
+    multiply_torch,
+    project_torch,
+    rotate_and_store_torch,
+    silu_mul_torch,
+)
 from torch import Tensor
 
 from minikv.attention import AttentionBackend
@@ -14,11 +21,11 @@ from minikv.kernels.triton import HAVE_TRITON
 from minikv.memory import KVPool, RequestTable
 from minikv.memory.pool_kernels import FP8
 from minikv.models import ModelConfig, random_model
-from minikv.models.fused.between import add_norm, add_norm_torch, silu_mul, silu_mul_torch
+from minikv.models.fused.between import add_norm, silu_mul
 from minikv.models.fused.decoder import FusedDecoder, fused_for
-from minikv.models.fused.few_rows import ProductTiles, add_parts, multiply, multiply_torch
-from minikv.models.fused.one_row import LinearTiles, project, project_torch
-from minikv.models.fused.qkv import rotate_and_store, rotate_and_store_torch
+from minikv.models.fused.few_rows import ProductTiles, add_parts, multiply
+from minikv.models.fused.one_row import LinearTiles, project
+from minikv.models.fused.qkv import rotate_and_store
 
 CUDA = torch.cuda.is_available()
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest value

@@ -15,7 +15,7 @@ from minikv.models import load, random_model
 from minikv.models.config import ModelConfig
 from minikv.models.files.gguf_file import GGUFFile
 from minikv.models.files.load import unpermute
-from minikv.models.layers import inverse_frequencies
+from minikv.models.rope import inverse_frequencies
 
 NAMES = {
     "input_layernorm": "attn_norm",

@@ -161,7 +161,8 @@ def test_gpt_oss_attention_with_sinks_and_window(tmp_path: Path) -> None:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 
     from minikv.models.config import ModelConfig
-    from minikv.models.layers import Rotary, SelfAttention
+    from minikv.models.layers import SelfAttention
+    from minikv.models.rope import Rotary
 
     yarn = {**YARN, "truncate": False}
     theirs_config = transformers.GptOssConfig(

@@ -4,12 +4,11 @@ gate."""
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.device import refuse_interpreted_bf16
 from minikv.kernels.triton import tl, triton
-from minikv.models.fused.few_rows import add_parts, sum_of_parts
+from minikv.models.fused.few_rows import sum_of_parts
 from minikv.models.fused.one_row import launch
 
 
@@ -46,14 +45,6 @@ def add_norm(
     return normed, total
 
 
-def add_norm_torch(
-    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """:func:`add_norm` with PyTorch operations."""
-    total = x if delta is None else x + add_parts(delta, x.dtype)
-    return F.rms_norm(total, norm.shape, norm, eps), total
-
-
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of [rows, 2 k], gate in the first half of each row: [rows, k]."""
     refuse_interpreted_bf16(gate_up=gate_up)
@@ -69,12 +60,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         BLOCK=block,
     )
     return out
-
-
-def silu_mul_torch(gate_up: Tensor) -> Tensor:
-    """:func:`silu_mul` with PyTorch operations."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 @triton.jit

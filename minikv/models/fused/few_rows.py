@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.attention.tiles import capability_of, shared_bytes
@@ -89,17 +88,6 @@ def multiply(
         GATED=gated,
     )
     return out
-
-
-def multiply_torch(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False
-) -> Tensor:
-    """:func:`multiply` with PyTorch operations, whole and for any number of rows."""
-    y = F.linear(x, weight, bias)
-    if not gated:
-        return y
-    gate, up = y.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def add_parts(product: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.attention.tiles import capability_of
@@ -51,8 +50,8 @@ def project(
 ) -> Tensor:
     """``residual + act(rms_norm(x) @ weight.T + bias)`` in one kernel, for one row.
 
-    It rounds where :func:`project_torch` rounds: after the norm, the product, silu, the gate and
-    the sum.
+    It rounds where the plain decoder's operations do: after the norm, the product, silu, the gate
+    and the sum.
 
     Parameters
     ----------
@@ -92,24 +91,6 @@ def project(
         AHEAD=k > tiles.block_k and weight.nbytes <= AHEAD_BYTES,
     )
     return out
-
-
-def project_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    gated: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """:func:`project` with PyTorch operations, for any number of rows."""
-    y = F.linear(x if norm is None else F.rms_norm(x, norm.shape, norm, eps), weight, bias)
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
-    return y if residual is None else residual + y
 
 
 def launch(

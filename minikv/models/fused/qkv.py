@@ -13,8 +13,8 @@ from torch import Tensor
 
 from minikv.device import refuse_interpreted_bf16
 from minikv.kernels.triton import tl, triton
-from minikv.memory.pool_kernels import FP8, _converted, row_offset, store_torch
-from minikv.models.fused.few_rows import add_parts, sum_of_parts
+from minikv.memory.pool_kernels import FP8, _converted, row_offset
+from minikv.models.fused.few_rows import sum_of_parts
 from minikv.models.fused.one_row import launch
 
 HEADS = 4  # that one program takes
@@ -34,8 +34,8 @@ def rotate_and_store(
     eps: float = 0.0,
     dependent: bool = True,
 ) -> Tensor:
-    """Rotated queries; keys (rotated) and values go to the pool. Rounds where
-    :func:`rotate_and_store_torch` does.
+    """Rotated queries; keys (rotated) and values go to the pool. It rounds where the plain decoder's
+    operations do.
 
     Parameters
     ----------
@@ -93,38 +93,6 @@ def rotate_and_store(
         SATURATE=k_cache.dtype == FP8,
     )
     return q
-
-
-def rotate_and_store_torch(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor:
-    """:func:`rotate_and_store` with PyTorch operations."""
-    from minikv.models.layers import rotate
-
-    kv_heads, d = k_cache.shape[1:]
-    qkv = add_parts(qkv, cos.dtype)
-    parts = qkv.view(qkv.shape[0], -1, d)
-    q, k, v = parts.split((parts.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    if q_norm is not None:
-        q = torch.nn.functional.rms_norm(q, (d,), q_norm, eps)
-    if k_norm is not None:
-        k = torch.nn.functional.rms_norm(k, (d,), k_norm, eps)
-    cos, sin = cos[positions][:, None], sin[positions][:, None]
-    inside = (slots >= 0) & (slots < k_cache.shape[0])
-    store_torch(
-        [k_cache, v_cache], slots[inside], [rotate(k, cos, sin)[inside], v[inside]], [1.0, 1.0]
-    )
-    return rotate(q, cos, sin)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
