@@ -1,14 +1,14 @@
-"""What a model's shape is, read from a Hugging Face ``config.json`` or from GGUF metadata.
+"""What a model's shape is, read from a Hugging Face ``config.json``.
 
-All differences between checkpoints are settled here, so that the decoder only sees plain numbers.
-One of them is easily got wrong: a config's ``sliding_window = n`` means that n keys are seen, the
-kernels' ``W`` that ``q_pos - k_pos <= W``, so ``W = n - 1``. The subtraction is made in this file
-and nowhere else.
+Old and new spellings, and what each architecture means by a missing key, are settled here; GGUF
+metadata is translated to the same keys first. The decoder sees plain numbers. One difference is
+easily got wrong: a config's ``sliding_window = n`` means that n keys are seen, the kernels' ``W``
+that ``q_pos - k_pos <= W``, so ``W = n - 1``. The subtraction is made in this file and nowhere
+else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "DeepseekV2ForCausalLM": "deepseek_v2",
 }
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "factors")
 
 
@@ -67,8 +66,9 @@ class ModelConfig:
 
     Examples
     --------
-    >>> config = ModelConfig("llama", 2, 64, 128, q_heads=4, kv_heads=2, head_dim=16, vocab_size=512, max_context=256)
-    >>> config.kv_bytes_per_token(torch.float16)  # 2 layers, K and V, 2 heads of 16 numbers of 2 bytes
+    >>> heads = {"q_heads": 4, "kv_heads": 2, "head_dim": 16}
+    >>> config = ModelConfig("llama", 2, 64, 128, **heads, vocab_size=512, max_context=256)
+    >>> config.kv_bytes_per_token(torch.float16)  # 2 layers, K and V, 2 heads, 16 numbers, 2 bytes
     256
     """
 
@@ -187,74 +187,6 @@ class ModelConfig:
             dtype=getattr(torch, stored),
             **shape,
         )
-
-    @classmethod
-    def from_gguf(
-        cls,
-        metadata: dict[str, Any],
-        tensors: Collection[str],
-        rope_factors: list[float] | None = None,
-    ):
-        """Translate GGUF metadata (keys such as ``llama.block_count``) and read it like a
-        ``config.json``.
-
-        Parameters
-        ----------
-        metadata
-            Names and values of the file's header.
-        tensors
-            Names of the file's tensors; without ``output.weight`` the embedding is tied.
-        rope_factors
-            The tensor ``rope_freqs.weight`` where the file has one: llama3 scaling, one divisor per
-            frequency.
-
-        Raises
-        ------
-        ArgumentError
-            For an architecture or a feature that minikv does not read from GGUF.
-        """
-        kind = metadata.get("general.architecture", "")
-        if kind not in GGUF_ARCHITECTURES or metadata.get(f"{kind}.expert_count"):
-            raise ArgumentError(
-                "general.architecture",
-                kind,
-                f"minikv reads GGUF of {', '.join(GGUF_ARCHITECTURES)}, dense only",
-            )
-        config = {
-            key: metadata[f"{kind}.{name}"]
-            for key, name in _GGUF_KEYS.items()
-            if f"{kind}.{name}" in metadata
-        }
-        scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
-        if rope_factors is not None:
-            config["rope_scaling"] = {"rope_type": "factors", "factors": rope_factors}
-        elif scaling != "none":
-            config["rope_scaling"] = {
-                "rope_type": scaling,
-                "factor": metadata.get(f"{kind}.rope.scaling.factor"),
-                "original_max_position_embeddings": metadata.get(
-                    f"{kind}.rope.scaling.original_context_length"
-                ),
-            }
-        stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-        return cls.from_hf(
-            {
-                "model_type": kind,
-                "vocab_size": len(metadata.get("tokenizer.ggml.tokens", [])) or None,
-                "tie_word_embeddings": "output.weight" not in tensors,
-                "eos_token_id": [stop for stop in stops if stop is not None],
-                **config,
-            }
-        )
-
-
-_GGUF_KEYS = {
-    "num_hidden_layers": "block_count", "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
-    "vocab_size": "vocab_size", "max_position_embeddings": "context_length", "rope_theta": "rope.freq_base",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-}  # fmt: skip
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -13,8 +13,7 @@ from model_standins import full_logits
 from minikv.errors import ArgumentError
 from minikv.models import load, random_model
 from minikv.models.config import ModelConfig
-from minikv.models.files.gguf_file import GGUFFile
-from minikv.models.files.load import unpermute
+from minikv.models.files.gguf import GGUFFile, unpermute
 from minikv.models.rope import inverse_frequencies
 
 NAMES = {

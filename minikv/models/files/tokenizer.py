@@ -18,14 +18,24 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
 from minikv.errors import ArgumentError
+from minikv.models.files.reading import read_json
 
 Message = dict[str, Any]
 
-# How a text is cut before byte-pair merging, by the GGUF name of the rule. The first three cut as
-# GPT-2 does.
-_PLAIN = ("gpt-2", "default", "smollm")
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SPLITS = {"llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# What cuts a text before byte-pair merging, by the GGUF name of the rule; the first three cut as
+# GPT-2 does then.
+_CUTS: dict[str, list[Any]] = {
+    "gpt-2": [],
+    "default": [],
+    "smollm": [Digits(individual_digits=True)],
+    "llama-bpe": [Split(Regex(_WORDS % "{1,3}"), "isolated")],
+    "qwen2": [Split(Regex(_WORDS % ""), "isolated")],
+}
+_CONTROL, _DEFINED_BY_USER = 3, 4  # types of a GGUF file's tokens
 _GGUF_NAMES = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -43,15 +53,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; begins with a start token only where the model's own settings say
         so."""
-        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
-        ...
 
     def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Token ids of a conversation in the model's own format, up to where the assistant speaks."""
-        ...
+        """Token ids of a conversation in the model's own format, up to where the assistant
+        speaks."""
 
 
 class ByteTokenizer:
@@ -144,11 +152,9 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         ids = self.backend.encode(text, add_special_tokens=self.add_bos is not False).ids
-        return (
-            [self.bos_id, *ids]
-            if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]
-            else ids
-        )
+        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode(list(ids), skip_special_tokens=True)
@@ -202,70 +208,66 @@ class FileTokenizer:
     @classmethod
     def from_gguf(cls, metadata: dict[str, Any], eos_ids: Iterable[int]) -> FileTokenizer:
         """Build from GGUF metadata (byte-level BPE; other kinds raise :class:`ArgumentError`)."""
-
-        def get(key: str, default: Any = None) -> Any:
-            return metadata.get(f"tokenizer.ggml.{key}", default)
-
-        kind, rule, tokens = get("model"), get("pre", "default"), get("tokens", [])
-        if kind != "gpt2" or rule not in (*_PLAIN, *_SPLITS):
-            known = ", ".join((*_PLAIN, *_SPLITS))
-            raise ArgumentError(
-                "tokenizer.ggml.pre",
-                f"{kind}/{rule}",
-                f"gpt2 with {known} is known; use an HF folder",
-            )
+        given = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
+        rule, tokens = given.get("pre", "default"), given.get("tokens", [])
+        if given.get("model") != "gpt2" or rule not in _CUTS:
+            found = f"{given.get('model')}/{rule}"
+            remedy = f"gpt2 with {', '.join(_CUTS)} is known; use an HF folder"
+            raise ArgumentError("tokenizer.ggml.pre", found, remedy)
+        like_gpt2 = rule not in ("llama-bpe", "qwen2")
         vocab = {token: i for i, token in enumerate(tokens)}
-        merges = [tuple(m.split(" ", 1)) for m in get("merges", [])]
-        backend: Any = Backend(
-            models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama-bpe")
-        )
-        cut: list[Any] = [ByteLevel(add_prefix_space=False, use_regex=rule in _PLAIN)]
-        if rule == "smollm":
-            cut.insert(0, Digits(individual_digits=True))
-        elif rule in _SPLITS:
-            cut.insert(0, Split(Regex(_SPLITS[rule]), "isolated"))
-        backend.pre_tokenizer, backend.decoder = Sequence(cut), decoders.ByteLevel()
+        merges = [tuple(pair.split(" ", 1)) for pair in given.get("merges", [])]
+        bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama-bpe")
+        backend: Any = Backend(bpe)
+        pieces = ByteLevel(add_prefix_space=False, use_regex=like_gpt2)
+        backend.pre_tokenizer = Sequence([*_CUTS[rule], pieces])
+        backend.decoder = decoders.ByteLevel()
         if rule == "qwen2":
             backend.normalizer = normalizers.NFC()
-        for token, what in zip(tokens, get("token_type", []), strict=False):
-            if what in (3, 4):  # control, or defined by the user
-                added = AddedToken(token, normalized=False, special=what == 3)
-                (backend.add_special_tokens if what == 3 else backend.add_tokens)([added])
-        ids = {name: get(f"{key}_token_id") for name, key in _GGUF_NAMES.items()}
+        added = [
+            AddedToken(token, normalized=False, special=kind == _CONTROL)
+            for token, kind in zip(tokens, given.get("token_type", []), strict=False)
+            if kind in (_CONTROL, _DEFINED_BY_USER)
+        ]
+        backend.add_tokens(added)
+        ids = {name: given.get(f"{key}_token_id") for name, key in _GGUF_NAMES.items()}
         names = {name: tokens[i] for name, i in ids.items() if i is not None}
-        return cls(
-            backend,
-            eos_ids,
-            names,
-            metadata.get("tokenizer.chat_template"),
-            bool(get("add_bos_token", False)),
-        )
+        template = metadata.get("tokenizer.chat_template")
+        return cls(backend, eos_ids, names, template, bool(given.get("add_bos_token", False)))
 
     @classmethod
-    def from_folder(cls, folder: Path, eos_ids: Iterable[int]) -> FileTokenizer:
+    def from_folder(cls, folder: str | Path, eos_ids: Iterable[int]) -> FileTokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a
-        Hugging Face folder."""
+        Hugging Face folder.
+
+        Parameters
+        ----------
+        folder
+            Where the files lie; all but the first may be missing.
+        eos_ids
+            Ids that end a text, besides the folder's own end token.
+
+        Raises
+        ------
+        ArgumentError
+            For a ``tokenizer_config.json`` that is damaged.
+        """
+        folder = Path(folder)
         backend = Backend.from_file(str(folder / "tokenizer.json"))
-        settings_file, template_file = (
-            folder / "tokenizer_config.json",
-            folder / "chat_template.jinja",
-        )
-        settings = (
-            json.loads(settings_file.read_text(encoding="utf-8")) if settings_file.exists() else {}
-        )
+        settings = read_json(folder / "tokenizer_config.json")
+        given = {name: settings[name] for name in _GGUF_NAMES if settings.get(name)}
         names = {
-            name: value if isinstance(value, str) else value["content"]
-            for name in _GGUF_NAMES
-            if (value := settings.get(name))
+            name: token if isinstance(token, str) else token["content"]
+            for name, token in given.items()
         }
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        template_file = folder / "chat_template.jinja"
         if template_file.exists():
             template = template_file.read_text(encoding="utf-8")
-        eos = backend.token_to_id(names.get("eos_token", ""))
-        every = {*eos_ids, *([] if eos is None else [eos])}
-        return cls(backend, every, names, template, settings.get("add_bos_token"))
+        stops = {*eos_ids, backend.token_to_id(names.get("eos_token", ""))} - {None}
+        return cls(backend, stops, names, template, settings.get("add_bos_token"))
 
 
 def check_messages(messages: list[Message]) -> list[Message]:

@@ -1,0 +1,236 @@
+"""GGUF files: the header is read here (2 s faster than by the ``gguf`` package), tensors are
+dequantised by that package.
+
+Layout (version 2 and 3, little endian): magic, version, tensor count, key count; the keys, each a
+name, a type and a value; one record per tensor, its name, sizes (fastest first), type and offset;
+padding; the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minikv.errors import ArgumentError
+from minikv.models.config import ModelConfig
+from minikv.models.decoder import Decoder
+from minikv.models.files.reading import reading
+from minikv.models.files.tokenizer import FileTokenizer
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+# Keys of a ``config.json``, and what a GGUF file calls them, after the name of the architecture.
+KEYS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+# Tensors of a layer, ``blk.3.attn_q.weight``, and the others; and what a Hugging Face checkpoint
+# calls them.
+LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+FACTORS = "rope_freqs.weight"  # llama3 scaling, where a file has it: one divisor per frequency
+
+_SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # value types
+_STRING, _ARRAY = 8, 9  # value types with a length in front
+
+
+def open_gguf(
+    path: Path, device: torch.device, dtype: torch.dtype
+) -> tuple[Decoder, FileTokenizer, Iterator[tuple[str, Tensor]]]:
+    """Read all of a GGUF file but its weights, as ``open_folder`` does of a folder."""
+    file = GGUFFile(path)
+    with reading(path, "its header"):
+        config = read_config(file)
+        tokenizer = FileTokenizer.from_gguf(file.metadata, config.eos_ids)
+        return Decoder(config, device, dtype), tokenizer, _tensors(file, config)
+
+
+def read_config(file: GGUFFile) -> ModelConfig:
+    """Translate GGUF metadata (keys such as ``llama.block_count``) and read it like a
+    ``config.json``.
+
+    Raises
+    ------
+    ArgumentError
+        For an architecture or a feature that minikv does not read from GGUF.
+    """
+    metadata = file.metadata
+    kind = metadata.get("general.architecture", "")
+    if kind not in ARCHITECTURES or metadata.get(f"{kind}.expert_count"):
+        remedy = f"minikv reads GGUF of {', '.join(ARCHITECTURES)}, dense only"
+        raise ArgumentError("general.architecture", kind, remedy)
+    stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    given = {name.removeprefix(f"{kind}."): value for name, value in metadata.items()}
+    config = {
+        "model_type": kind,
+        "vocab_size": len(metadata.get("tokenizer.ggml.tokens", [])) or None,
+        "tie_word_embeddings": "output.weight" not in file.names,
+        "eos_token_id": [stop for stop in stops if stop is not None],
+        **{key: given[name] for key, name in KEYS.items() if name in given},
+    }
+    if FACTORS in file.names:
+        factors = file.read(FACTORS).tolist()
+        config["rope_scaling"] = {"rope_type": "factors", "factors": factors}
+    elif given.get("rope.scaling.type", "none") != "none":
+        config["rope_scaling"] = {
+            "rope_type": given["rope.scaling.type"],
+            "factor": given.get("rope.scaling.factor"),
+            "original_max_position_embeddings": given.get("rope.scaling.original_context_length"),
+        }
+    return ModelConfig.from_hf(config)
+
+
+def _tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """All weights under the names of a Hugging Face checkpoint."""
+    for name in file.names:
+        if name == FACTORS:
+            continue
+        stem, _, kind = name.rpartition(".")
+        layer, _, part = stem.removeprefix("blk.").partition(".")
+        place = TENSORS.get(stem, stem)
+        if part:
+            place = f"model.layers.{layer}.{LAYER_TENSORS.get(part, part)}"
+        tensor = file.read(name)
+        if config.architecture == "llama" and part in ("attn_q", "attn_k"):
+            tensor = unpermute(tensor, config.head_dim)
+        yield f"{place}.{kind}", tensor
+
+
+def unpermute(weight: Tensor, head_dim: int) -> Tensor:
+    """Undo the row order that GGUF's Llama files use for interleaved rotation: back to half-split
+    heads.
+
+    Parameters
+    ----------
+    weight
+        q or k projection [heads * head_dim, inputs] (or its bias).
+    """
+    heads = weight.shape[0] // head_dim
+    return weight.view(heads, head_dim // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
+
+
+class GGUFFile:
+    """The metadata of a GGUF file, and its tensors one by one.
+
+    Parameters
+    ----------
+    path
+        A ``.gguf`` file, mapped into memory, not read as a whole.
+
+    Raises
+    ------
+    ArgumentError
+        When the file is not GGUF, or ends early.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metadata: dict[str, Any] = {}
+        self._records: dict[str, tuple[tuple[int, ...], int, int]] = {}  # shape, type, offset
+        try:
+            self._bytes = np.memmap(self.path, np.uint8, mode="c").view(np.ndarray)
+            self._header(_Cursor(self._bytes.data))
+        except (struct.error, ValueError, KeyError) as e:
+            reason = f"is not a complete GGUF file ({e}); fetch it again"
+            raise ArgumentError("model", str(path), reason) from e
+
+    def _header(self, cursor: _Cursor) -> None:
+        if bytes(cursor.view[:4]) != b"GGUF":
+            raise ValueError("the magic number is missing")
+        _, version, tensors, keys = cursor.numbers("IIQQ")
+        if version not in (2, 3):
+            raise ValueError(f"version {version}; 2 and 3 are known")
+        for _ in range(keys):
+            name = cursor.text()
+            self.metadata[name] = cursor.value(*cursor.numbers("I"))
+        for _ in range(tensors):
+            name = cursor.text()
+            (dims,) = cursor.numbers("I")
+            *sizes, kind, offset = cursor.numbers(f"{dims}QIQ")
+            self._records[name] = tuple(sizes[::-1]), kind, offset
+        align = self.metadata.get("general.alignment", 32)
+        self._start = -(-cursor.at // align) * align
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, in the file's order."""
+        return list(self._records)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, fp32 on the CPU, dequantised if need be."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        shape, number, offset = self._records[name]
+        try:
+            kind = GGMLQuantizationType(number)
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            size = math.prod(shape) // block * block_bytes
+            raw = self._bytes[self._start + offset :][:size]
+            if len(raw) < size:
+                raise ValueError("the file ends inside tensor data")
+            value = dequantize(raw.reshape(-1, shape[-1] // block * block_bytes), kind)
+        except (NotImplementedError, ValueError) as e:
+            reason = (
+                f"tensor {name} cannot be read ({e}); fetch the file again, or one of another type"
+            )
+            raise ArgumentError("model", str(self.path), reason) from e
+        return torch.from_numpy(np.asarray(value, dtype=np.float32)).view(shape)
+
+
+class _Cursor:
+    """Reads the values of a header one after another."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.at = 0
+
+    def numbers(self, codes: str) -> tuple[Any, ...]:
+        """The next numbers, by their letters in :mod:`struct`."""
+        values = struct.unpack_from(f"<{codes}", self.view, self.at)
+        self.at += struct.calcsize(f"<{codes}")
+        return values
+
+    def text(self) -> str:
+        (size,) = self.numbers("Q")
+        self.at += size
+        if self.at > len(self.view):
+            raise ValueError("a name ends past the end of the file")
+        return str(self.view[self.at - size : self.at], "utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            return self.numbers(_SCALARS[kind])[0]
+        inner, count = self.numbers("IQ")
+        if inner in _SCALARS:
+            return list(self.numbers(f"{count}{_SCALARS[inner]}"))
+        return [self.value(inner) for _ in range(count)]
