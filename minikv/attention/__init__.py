@@ -1,9 +1,10 @@
 """Attention over paged keys and values: one oracle, and two implementations (Triton, PyTorch)
 behind one signature.
 
-Read in this order: ``reference.py`` says what is computed, ``torch_path.py`` how a CPU does it,
-``inner.py``, ``decode.py``, ``extend.py`` and ``unified.py`` how a GPU does it, ``backend.py`` how
-a model calls it.
+Read in this order: ``reference.py`` says what is computed, ``api.py`` how it is called and
+``options.py`` what is checked; ``cpu.py`` says how a CPU does it, ``softmax.py``, ``decode.py``,
+``extend.py``, ``unified.py`` and ``merge.py`` how a GPU does it. ``plan.py`` and ``tiles.py``
+choose how the work is cut, ``slot_lists.py`` makes the lists, and a model calls ``backend.py``.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minikv.attention.api import decode_attention, extend_attention, extend_attention_unified
     from minikv.attention.backend import AttentionBackend, LayerAttention
-    from minikv.attention.decode import decode_attention
-    from minikv.attention.extend import extend_attention
     from minikv.attention.merge import merge_states
     from minikv.attention.plan import AttentionPlan
     from minikv.attention.reference import reference_attention
     from minikv.attention.slot_lists import build_kv_indices, build_unified_kv_indices
-    from minikv.attention.unified import extend_attention_unified
 
 _HOME = {
     "AttentionBackend": "backend",
@@ -27,9 +26,9 @@ _HOME = {
     "LayerAttention": "backend",
     "build_kv_indices": "slot_lists",
     "build_unified_kv_indices": "slot_lists",
-    "decode_attention": "decode",
-    "extend_attention": "extend",
-    "extend_attention_unified": "unified",
+    "decode_attention": "api",
+    "extend_attention": "api",
+    "extend_attention_unified": "api",
     "merge_states": "merge",
     "reference_attention": "reference",
 }

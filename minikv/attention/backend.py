@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from minikv.attention import cpu
-from minikv.attention.options import Options, check_layer
-from minikv.attention.padding import Rectangle
+from minikv.attention.options import Options, check
 from minikv.attention.slot_lists import build_kv_indices, lay_out_rows, to_device
 from minikv.device import use_triton
 from minikv.errors import ArgumentError, StateError
@@ -87,7 +86,7 @@ class AttentionBackend:
         self.backend = "triton" if use_triton(backend, self.device) else "torch"
         self._options: dict[LayerAttention, Options] = {}
         self._parts: dict[
-            tuple[int, int], list[Rectangle]
+            tuple[int, int], list[cpu.Rectangle]
         ] = {}  # torch: window and temperature -> padding
         self._plans: dict[int, Any] = {}  # triton: window -> AttentionPlan
         self._buffers: tuple[Tensor, Tensor] | None = (
@@ -208,11 +207,11 @@ class AttentionBackend:
                 "backend": "triton",
             }
             if self._prefix_lens is not None:
-                from minikv.attention.unified import extend_attention_unified
+                from minikv.attention.api import extend_attention_unified
 
                 lists = (self._qo_indptr, *self._lists, self._prefix_lens)
                 return extend_attention_unified(q, k_cache, v_cache, *lists, **settings)  # type: ignore[return-value]
-            from minikv.attention.extend import extend_attention
+            from minikv.attention.api import extend_attention
 
             return extend_attention(
                 q, k, v, k_cache, v_cache, self._qo_indptr, *self._lists, **settings
@@ -220,7 +219,6 @@ class AttentionBackend:
         new = {"k": k, "v": v} if self._prefix_lens is None else {}
         lists = {
             "qo_indptr": self._qo_indptr,
-            "prefix_lens": self._prefix_lens,
             "new_keys": bool(new),
         }
         parts = self._padded(opts, q, k_cache, v_cache, **lists)
@@ -243,7 +241,7 @@ class AttentionBackend:
         """
         opts, k_cache, v_cache = self._checked(layer, q, options)
         if self.backend == "triton":
-            from minikv.attention.decode import decode_attention
+            from minikv.attention.api import decode_attention
 
             plan = self._plan(options.sliding_window, k_cache, v_cache)
             return decode_attention(
@@ -276,9 +274,11 @@ class AttentionBackend:
         k_cache, v_cache = self.pool.k(layer), self.pool.v(layer)
         opts = self._options.get(options)
         if opts is None:
-            opts = self._options[options] = check_layer(
-                q, k_cache, v_cache, *self._lists, **self._settings(options)
-            )
+            arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+            arguments |= {"kv_indptr": self._lists[0], "kv_indices": self._lists[1]}
+            if self._forward == self.extend:
+                arguments["qo_indptr"] = self._qo_indptr
+            opts = self._options[options] = check({**arguments, **self._settings(options)})
         return opts, k_cache, v_cache
 
     def _settings(self, options: LayerAttention) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class AttentionBackend:
 
     def _padded(
         self, opts: Options, q: Tensor, k_cache: Tensor, v_cache: Tensor, **lists: Any
-    ) -> list[Rectangle]:
+    ) -> list[cpu.Rectangle]:
         key = (opts.sliding_window, opts.xai_temperature_len)
         if key not in self._parts:
             self._parts[key] = cpu.plan(q, k_cache, v_cache, *self._lists, opts, **lists)

@@ -1,27 +1,101 @@
 """Attention in plain PyTorch: the CPU's real path, and the twin that Triton's kernels are compared
 with.
 
-A batch becomes a few rectangles (``padding.py``); each gathers its keys and values once and goes
-through the fused attention of PyTorch, or, where an option needs the scores themselves (cap, sinks,
-log-sum-exp, unequal head sizes), through two matrix products in fp32. Lengths are read on the host,
-which on CUDA waits for the device: there Triton is the path.
+A ragged batch becomes a few rectangles. Long requests are cut into blocks of queries, each with
+only the keys it can see; blocks of as many queries and new keys share a rectangle, as long as
+padding their listed keys at most doubles the work and the keys stay within a cache's reach. Padding
+repeats a key that the block sees anyway, so that a masked weight never meets a NaN. All of this
+depends on lengths and slots only: a model works it out once per step for all layers.
+
+Each rectangle gathers its keys and values once and goes through the fused attention of PyTorch, or,
+where an option needs the scores themselves (cap, sinks, log-sum-exp, unequal head sizes), through
+two matrix products in fp32. Lengths are read on the host, which on CUDA waits for the device: there
+Triton is the path.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.attention.options import Options
-from minikv.attention.padding import KV_BYTES, Rectangle, rectangles
 
-SMALL_BYTES = 1 << 17
-New = tuple[Tensor | None, Tensor | None]  # the keys and values that are not in the pool
+QUERY_BLOCK = 256
+KV_BYTES = 8 << 20  # keys and values gathered at once: more would leave the cache before being read
+CELLS = 1 << 24  # scores (queries x keys x heads) at once
+SMALL_CELLS = 1 << 16  # smaller rectangles are padded freely: there each call costs more than cells
+SMALL_BYTES = 1 << 17  # smaller copies of keys get fresh memory
 _workspace = threading.local()
+
+
+@dataclass(frozen=True, eq=False)
+class Rectangle:
+    """n blocks of N queries over T = L + M keys: L from the pool, M from the new ones.
+
+    Attributes
+    ----------
+    shape
+        (n, N).
+    rows
+        Rows of q: a slice, or int64 [n * N].
+    slots
+        Slots of the pool [n * L]; a slice when they are one run, which needs no copy.
+    new
+        Rows of the new keys: slice, int64 [n * M], or None for none.
+    mask
+        bool [n, 1, N, T], True where seen; None when all is seen, or `triangle` says what is.
+    triangle
+        Query i sees keys 0..i.
+    hidden
+        bool [n, T, 1, 1]: keys that no query sees and that may hold anything; None for none.
+    dead
+        bool [n, N]: queries that see no key; None for none.
+    temperature
+        fp32 [n, N], what multiplies each query's scores; None for 1.
+    """
+
+    shape: tuple[int, int]
+    rows: slice | Tensor
+    slots: slice | Tensor | None
+    new: slice | Tensor | None
+    mask: Tensor | None = None
+    triangle: bool = False
+    hidden: Tensor | None = None
+    dead: Tensor | None = None
+    temperature: Tensor | None = None
+
+
+class Block(NamedTuple):
+    """Some neighbouring queries of one request, and the keys they can see.
+
+    Positions count from the request's first listed key. The keys seen lie at positions ``first ..
+    first + listed + new``: the listed ones, then the new ones.
+    """
+
+    request: int
+    row: int  # of q: the first query
+    rows: int
+    pos: int  # of the first query
+    first: int
+    listed_at: int  # where its listed keys begin in kv_indices
+    listed: int
+    new: int
+    prefix: int  # of the request
+    width: int  # keys of the request: columns of its custom mask
+
+    @property
+    def new_row(self) -> int:
+        """The row of its first new key: new keys and queries of a position have the same row."""
+        return self.row + self.first + self.listed - self.pos
+
+
+# ---- from a batch to rectangles
 
 
 def plan(
@@ -31,18 +105,163 @@ def plan(
     kv_indptr: Tensor,
     kv_indices: Tensor,
     opts: Options,
-    **lists: Any,
+    qo_indptr: Tensor | None = None,
+    new_keys: bool = False,
 ) -> list[Rectangle]:
-    """What :func:`run` needs to know of a batch; the same for all layers with the same mask and
-    temperature.
+    """Cut and pad a batch; the same for all layers with the same mask and temperature.
 
-    `lists` are what the form of the call has beside the keys' lists: ``qo_indptr``, ``prefix_lens``
-    and ``new_keys`` of :func:`~minikv.attention.padding.rectangles`; a decode has none.
+    Parameters
+    ----------
+    q, k_cache, v_cache, kv_indptr, kv_indices, qo_indptr
+        As in the three public functions; None for `qo_indptr` means one query per request (decode).
+    new_keys
+        Whether the new tokens' keys are given as tensors beside the lists; else they are the last
+        ones of each list.
+
+    Returns
+    -------
+    list of Rectangle
+        Together they hold every query that has a key to see.
     """
     token_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
-    return rectangles(
-        kv_indptr, kv_indices, opts, q_heads=q.shape[1], token_bytes=token_bytes, **lists
-    )
+    blocks = _blocks(kv_indptr, opts, qo_indptr, new_keys)
+    groups: list[list[Block]] = []
+    total = 0
+    for block in sorted(blocks, key=lambda b: (b.rows, b.new, b.listed), reverse=True):
+        total += block.listed + block.new
+        if groups:
+            longest, n = groups[-1][0], len(groups[-1]) + 1
+            keys = longest.listed + longest.new
+            cells = n * block.rows * keys
+            if (
+                (block.rows, block.new) == (longest.rows, longest.new)
+                and (cells <= 2 * block.rows * total or cells <= SMALL_CELLS)
+                and cells * q.shape[1] <= CELLS
+                and n * keys * token_bytes <= KV_BYTES
+                and (block.listed > 0 or longest.listed == 0)
+            ):
+                groups[-1].append(block)
+                continue
+        groups.append([block])
+        total = block.listed + block.new
+    return [_rectangle(sorted(group), kv_indices, opts) for group in groups]
+
+
+def _blocks(
+    kv_indptr: Tensor,
+    opts: Options,
+    qo_indptr: Tensor | None,
+    new_keys: bool,
+) -> list[Block]:
+    starts = kv_indptr.tolist()
+    rows = list(range(len(starts))) if qo_indptr is None else qo_indptr.tolist()
+    causal = opts.causal and opts.custom_mask is None
+    window = opts.sliding_window if opts.sliding_window >= 0 else math.inf
+    blocks = []
+    for r in range(len(starts) - 1):
+        listed, queries = starts[r + 1] - starts[r], rows[r + 1] - rows[r]
+        width = listed + queries if new_keys else listed
+        prefix = width - queries
+        for begin in range(0, queries, QUERY_BLOCK):
+            stop = min(queries, begin + QUERY_BLOCK)
+            first = int(max(0, prefix + begin - window))
+            end = min(width, prefix + stop) if causal else width
+            block = Block(
+                request=r,
+                row=rows[r] + begin,
+                rows=stop - begin,
+                pos=prefix + begin,
+                first=first,
+                listed_at=starts[r] + first,
+                listed=max(0, min(end, listed) - first),
+                new=end - max(first, min(end, listed)),
+                prefix=prefix,
+                width=width,
+            )
+            if first < end:
+                blocks.append(block)
+    return blocks
+
+
+def _rectangle(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectangle:
+    """One rectangle from blocks of as many queries and new keys."""
+    device, window = kv_indices.device, opts.sliding_window
+    n, N, M = len(blocks), blocks[0].rows, blocks[0].new
+    L = max(b.listed for b in blocks)
+    rows = _places([b.row for b in blocks], [N] * n, N, device)
+    new = _places([b.new_row for b in blocks], [M] * n, M, device) if M else None
+    slots = None
+    if L:
+        counts = [b.listed for b in blocks]
+        slots = _run(kv_indices[_places([b.listed_at for b in blocks], counts, L, device)])
+    plain, cold = opts.custom_mask is None, opts.xai_temperature_len < 0
+    if plain and cold and N == 1 and all(b.listed == L for b in blocks):
+        # What most decode steps are: each request sees all its keys.
+        return Rectangle((n, N), rows, slots, new)
+
+    table = torch.tensor(blocks, device=device)  # int64 [n, 13]
+    column = dict(zip(Block._fields, table.T[..., None], strict=True))  # each [n, 1]
+    q_at, l_at, m_at = (torch.arange(size, device=device) for size in (N, L, M))
+    q_pos = column["pos"] + q_at  # [n, N]
+    temperature = None if cold else _temperature(q_pos, column["request"], opts)
+    from_start = all(b.pos == b.first and N == M for b in blocks)
+    if plain and opts.causal and N > 1 and not L and not 0 <= window < N and from_start:
+        return Rectangle((n, N), rows, slots, new, triangle=True, temperature=temperature)
+
+    k_pos = torch.cat((l_at.expand(n, L), column["listed"] + m_at), 1) + column["first"]
+    k_pos = k_pos[:, None, :]  # [n, 1, T]
+    seen = torch.cat((l_at < column["listed"], (m_at < M).expand(n, M)), 1)[:, None, :]
+    distance = q_pos[:, :, None] - k_pos  # [n, N, T]
+    if opts.custom_mask is not None and opts.mask_indptr is not None:
+        line = (q_pos - column["prefix"]) * column["width"]  # of the request's part of the mask
+        at = (opts.mask_indptr[column["request"]] + line)[:, :, None] + k_pos
+        asked = opts.custom_mask[at.clamp(max=opts.custom_mask.shape[0] - 1)]
+        if opts.skip_prefix_mask:
+            asked = asked | (k_pos < column["prefix"][:, :, None])
+        seen = seen & asked
+    elif opts.causal:
+        seen = seen & (distance >= 0)
+    if window >= 0:
+        seen = seen & (distance <= window)
+    mask = None if bool(seen.all()) else seen[:, None].expand(n, 1, N, L + M)
+    if plain:
+        return Rectangle((n, N), rows, slots, new, mask, temperature=temperature)
+    hidden, dead = ~seen.any(1)[:, :, None, None], ~seen.any(2)
+    return Rectangle((n, N), rows, slots, new, mask, False, hidden, dead, temperature)
+
+
+def _places(
+    start: list[int], count: list[int], longest: int, device: torch.device
+) -> slice | Tensor:
+    """``start[i] .. start[i] + count[i]``, all padded to `longest`; a slice where they follow each
+    other."""
+    n = len(start)
+    if min(count) == longest and start == list(range(start[0], start[0] + n * longest, longest)):
+        return slice(start[0], start[0] + n * longest)
+    begin, size = torch.tensor((start, count), device=device)[..., None]
+    return (begin + torch.minimum(torch.arange(longest, device=device), size - 1)).flatten()
+
+
+def _run(slots: Tensor) -> slice | Tensor:
+    """The same slots as a slice when they count up by one, which needs no copy (looked for on the
+    CPU only)."""
+    if slots.device.type == "cpu":
+        first, count = int(slots[0]), slots.shape[0]
+        if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):
+            return slice(first, first + count)
+    return slots
+
+
+def _temperature(q_pos: Tensor, request: Tensor, opts: Options) -> Tensor:
+    """fp32 [n, N]: what multiplies the scores of each query."""
+    pos = q_pos if opts.window_start is None else q_pos + opts.window_start[request]
+    length = opts.xai_temperature_len
+    if opts.xai_temperature_rule == "log":
+        return torch.where(pos > length, pos.clamp(min=1).float().log2() / math.log2(length), 1.0)
+    return torch.where(pos >= length, length / (pos + 1.0), 1.0)
+
+
+# ---- from rectangles to results
 
 
 def run(
@@ -59,15 +278,14 @@ def run(
     """Attention of q [tokens, q_heads, d_qk] over a planned batch; returns out, or (out, lse)."""
     tokens, q_heads, _ = q.shape
     if not return_lse and out is None and len(parts) == 1 and parts[0].rows == slice(0, tokens):
-        return _attend(parts[0], q, k_cache, v_cache, opts, False, (k, v))[0]
+        return _attend(parts[0], q, k_cache, v_cache, opts, False, k, v)[0]
     out = q.new_zeros(tokens, q_heads, v_cache.shape[2]) if out is None else out.zero_()
-    lse = torch.full((tokens, q_heads), -torch.inf, device=q.device) if return_lse else None
+    lse = torch.full((tokens, q_heads), -torch.inf, device=q.device)
     for part in parts:
-        got, got_lse = _attend(part, q, k_cache, v_cache, opts, return_lse, (k, v))
-        _scatter(out, part, got)
-        if lse is not None and got_lse is not None:
-            _scatter(lse, part, got_lse)
-    return out if lse is None else (out, lse)
+        out[part.rows], got_lse = _attend(part, q, k_cache, v_cache, opts, return_lse, k, v)
+        if got_lse is not None:
+            lse[part.rows] = got_lse
+    return (out, lse) if return_lse else out
 
 
 def _attend(
@@ -77,28 +295,24 @@ def _attend(
     v_cache: Tensor,
     opts: Options,
     need_lse: bool,
-    new: New,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """One rectangle: out [n * N, q_heads, d_v] in q's dtype and, if asked for, lse fp32 [n * N,
     q_heads]."""
-    (n, N), q_heads, (k_new, v_new) = part.shape, q.shape[1], new
-    scores_needed = (
-        need_lse or opts.logit_cap > 0 or opts.sinks is not None or q.shape[2] != v_cache.shape[2]
-    )
+    (n, N), q_heads, d_v = part.shape, q.shape[1], v_cache.shape[2]
+    scores_needed = need_lse or opts.logit_cap > 0 or opts.sinks is not None or q.shape[2] != d_v
     exact = k_cache.dtype == q.dtype and opts.k_scale == opts.v_scale == 1.0
     scale, wide = opts.sm_scale, torch.float32
     if exact and not scores_needed and part.temperature is None and scale > 0:
         wide = q.dtype
 
     k = _gather("k", part, k_cache, k_new, opts.k_scale, wide)  # [n, T, kv_heads, d_qk]
-    same_rows = (
-        v_cache.data_ptr() == k_cache.data_ptr() and v_new is None and opts.k_scale == opts.v_scale
-    )
-    v = (
-        k[..., : v_cache.shape[2]]
-        if same_rows
-        else _gather("v", part, v_cache, v_new, opts.v_scale, wide)
-    )
+    same_rows = v_cache.data_ptr() == k_cache.data_ptr() and opts.k_scale == opts.v_scale
+    if same_rows and v_new is None:
+        v = k[..., :d_v]
+    else:
+        v = _gather("v", part, v_cache, v_new, opts.v_scale, wide)
     if part.hidden is not None:
         k, v = k.masked_fill(part.hidden, 0), v.masked_fill(part.hidden, 0)
     rows = q[part.rows].to(wide).view(n, N, q_heads, -1)
@@ -108,25 +322,18 @@ def _attend(
         rows = rows * part.temperature[:, :, None, None]
 
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # heads before tokens
-    if (
-        N == 1 and not scores_needed and part.dead is None
-    ):  # heads that share a KV head are one block of queries
+    attention = F.scaled_dot_product_attention
+    if N == 1 and not scores_needed and part.dead is None:
+        # Heads that share a KV head are one block of queries.
         rows = rows.view(n, k.shape[1], -1, q.shape[2])
-        out = F.scaled_dot_product_attention(rows, k, v, part.mask, scale=scale)
+        out = attention(rows, k, v, part.mask, scale=scale)
         return out.reshape(n, q_heads, -1).to(q.dtype), None
     rows, lse = rows.transpose(1, 2), None
     if scores_needed:
         out, lse = _with_scores(part, rows, k, v, scale, opts)
     else:
-        out = F.scaled_dot_product_attention(
-            rows,
-            k,
-            v,
-            part.mask,
-            is_causal=part.triangle,
-            scale=scale,
-            enable_gqa=q_heads != k.shape[1],
-        )
+        how = {"is_causal": part.triangle, "scale": scale, "enable_gqa": q_heads != k.shape[1]}
+        out = attention(rows, k, v, part.mask, **how)
     out = out.transpose(1, 2)  # [n, N, q_heads, d_v]
     if part.dead is not None:
         out = out.masked_fill(part.dead[:, :, None, None], 0)
@@ -139,33 +346,30 @@ def _gather(
     """Keys (or values) of one rectangle [n, T, kv_heads, d]: from the pool, then the new ones."""
     n, pieces = part.shape[0], []
     if part.slots is not None:
-        old = (
-            cache[part.slots] if isinstance(part.slots, slice) else _select(name, cache, part.slots)
-        )
-        old = old.to(dtype)
+        old = _select(name, cache, part.slots).to(dtype)
         pieces.append((old if scale == 1.0 else old * scale).view(n, -1, *cache.shape[1:]))
     if part.new is not None and new is not None:
         pieces.append(new[part.new].to(dtype).unflatten(0, (n, -1)))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
 
-def _select(name: str, cache: Tensor, slots: Tensor) -> Tensor:
+def _select(name: str, cache: Tensor, slots: slice | Tensor) -> Tensor:
     """``cache[slots]``; on the CPU in memory that this thread keeps, valid until the next call with
     this name.
 
     Fresh memory can cost more than the copy: for large blocks malloc asks the system for new pages
     every time.
     """
+    if isinstance(slots, slice):
+        return cache[slots]
     size = slots.shape[0] * cache.shape[1] * cache.shape[2]
     if cache.device.type != "cpu" or not SMALL_BYTES < size * cache.element_size() <= KV_BYTES:
         return cache.index_select(0, slots)
-    key = f"{name} {cache.dtype}"
-    if key not in vars(_workspace):
+    kept, key = vars(_workspace), f"{name} {cache.dtype}"
+    if key not in kept:
         with torch.inference_mode(False):
-            setattr(
-                _workspace, key, torch.empty(KV_BYTES // cache.element_size(), dtype=cache.dtype)
-            )
-    out = getattr(_workspace, key)[:size].view(-1, *cache.shape[1:])
+            kept[key] = torch.empty(KV_BYTES // cache.element_size(), dtype=cache.dtype)
+    out = kept[key][:size].view(-1, *cache.shape[1:])
     return torch.index_select(cache, 0, slots, out=out)
 
 
@@ -176,17 +380,15 @@ def _with_scores(
     [n * N, Hq]."""
     n, q_heads, N, _ = q.shape
     kv_heads, T = k.shape[1], k.shape[2]
-    scores = (q.reshape(n, kv_heads, -1, q.shape[3]) @ k.transpose(2, 3)).view(
-        n, q_heads, N, T
-    ) * scale
+    products = q.reshape(n, kv_heads, -1, q.shape[3]) @ k.transpose(2, 3)
+    scores = products.view(n, q_heads, N, T) * scale
     if opts.logit_cap > 0:
         scores = opts.logit_cap * torch.tanh(scores / opts.logit_cap)
         if part.temperature is not None:
             scores = scores * part.temperature[:, None, :, None]
     if part.triangle:
-        scores = scores.masked_fill(
-            torch.ones(N, T, dtype=torch.bool, device=q.device).triu(1), -torch.inf
-        )
+        later = torch.ones(N, T, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
     elif part.mask is not None:
         scores = scores.masked_fill(~part.mask, -torch.inf)
     lse = scores.logsumexp(-1)  # [n, Hq, N]
@@ -194,13 +396,3 @@ def _with_scores(
     weights = torch.exp(scores - total[..., None])  # NaN in rows without keys: `dead` clears them
     out = weights.view(n, kv_heads, -1, T) @ v
     return out.view(n, q_heads, N, -1), lse.transpose(1, 2).reshape(n * N, q_heads)
-
-
-def _scatter(into: Tensor, part: Rectangle, rows: Tensor) -> None:
-    """Write a rectangle's real rows where they belong."""
-    if isinstance(part.rows, slice):
-        into[part.rows] = rows
-    elif part.real is None:
-        into.index_copy_(0, part.rows, rows)
-    else:
-        into.index_copy_(0, part.rows[part.real], rows[part.real])

@@ -25,114 +25,13 @@ from minikv.attention.tiles import (
     power_of_two,
     processors_of,
 )
-from minikv.device import refuse_interpreted_bf16, use_triton
+from minikv.device import refuse_interpreted_bf16
 from minikv.kernels.triton import tl, triton
 
 RULES = {"log": 1, "inverse": 2}
 
 
-def decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    kv_indptr: Tensor,
-    kv_indices: Tensor,
-    *,
-    sm_scale: float | None = None,
-    logit_cap: float = 0.0,
-    sliding_window: int = -1,
-    window_start: Tensor | None = None,
-    sinks: Tensor | None = None,
-    xai_temperature_len: int = -1,
-    xai_temperature_rule: str = "log",
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    page_size: int = 1,
-    num_kv_splits: int | None = None,
-    return_lse: bool = False,
-    plan: AttentionPlan | None = None,
-    out: Tensor | None = None,
-    backend: str = "auto",
-    early: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of each request's newest token over all its listed keys, the newest (its own)
-    included.
-
-    A request of length L has its query at position L - 1 (plus `window_start`). Length 0 gives 0,
-    and log-sum-exp -inf. Slots that are not listed, and listed ones outside the window, may hold
-    anything, NaN included.
-
-    Parameters
-    ----------
-    q
-        ``[batch, q_heads, d_qk]``, fp16, bf16 or fp32; any ratio of query to KV heads.
-    k_cache, v_cache
-        The pool, ``[slots, kv_heads, d_qk]`` and ``[slots, kv_heads, d_v]``. For MLA, `v_cache` is
-        a view of the first columns of `k_cache`: each row is then read once.
-    kv_indptr
-        int32 or int64 ``[batch + 1]``: where each request's slots in `kv_indices` begin and end.
-    kv_indices
-        int32 or int64: the slots of all requests, in order of position.
-    sm_scale, logit_cap, sliding_window, window_start, sinks, xai_temperature_len,
-    xai_temperature_rule
-        As in ``extend_attention``.
-    k_scale, v_scale
-        Multiply what is read from the pool.
-    page_size
-        A promise about `kv_indices` that this kernel does not need.
-    num_kv_splits
-        n cuts every request into n parts of ``ceil(L / n)`` keys rounded up to the tile: a
-        request's result is then bitwise the same whatever else is in the batch. None chooses by
-        `plan`, or without one by the batch's shape.
-    return_lse
-        Also return the natural log-sum-exp over keys (without the sink), fp32 ``[batch, q_heads]``.
-    plan
-        An :class:`AttentionPlan` updated for these lengths: best for uneven batches, needed inside
-        a captured graph. Without one, and nothing is read back from the device, each request is cut
-        into equally many parts.
-    out
-        Where to write the result.
-    backend
-        "triton", "torch", or "auto": Triton on CUDA.
-    early
-        A promise that the lists and the plan are older than the kernel before this one, so that
-        they can be read while it runs (sm90 and newer). It pays for a single request.
-
-    Returns
-    -------
-    Tensor or (Tensor, Tensor)
-        ``[batch, q_heads, d_v]`` in q's dtype, and the log-sum-exp if asked for.
-
-    Raises
-    ------
-    ArgumentError
-        For shapes, dtypes, devices, options or a plan that do not fit together.
-    StateError
-        For a plan that was last updated for another batch size.
-
-    Examples
-    --------
-    Two requests of 3 and 1 tokens. Scale 0 makes all weights equal, so the results are means.
-
-    >>> pool = torch.arange(8.0)[:, None, None].repeat(1, 1, 16)
-    >>> indptr, indices = torch.tensor([0, 3, 4]), torch.tensor([4, 5, 6, 2])
-    >>> o = decode_attention(torch.zeros(2, 1, 16), pool, pool, indptr, indices, sm_scale=0.0)
-    >>> o[:, 0, 0].tolist()
-    [5.0, 2.0]
-    """
-    settings, tensors = options.given(locals()), (q, k_cache, v_cache, kv_indptr, kv_indices)
-    opts = options.check_decode(*tensors, num_kv_splits=num_kv_splits, out=out, **settings)
-    if plan is not None:
-        plan.check(q, v_cache, num_kv_splits, sliding_window)
-    if not use_triton(backend, q.device):
-        from minikv.attention import cpu
-
-        return cpu.run(cpu.plan(*tensors, opts), q, k_cache, v_cache, opts, return_lse, out)
-    refuse_interpreted_bf16(q=q, k_cache=k_cache)
-    return launch(*tensors, opts, num_kv_splits, plan, return_lse, out, early=early)
-
-
-def launch(
+def launch_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -149,6 +48,7 @@ def launch(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the Triton kernels; `tiles` and `dependent`, for tests and tuning, replace what is chosen
     here."""
+    refuse_interpreted_bf16(q=q, k_cache=k_cache)
     batch, q_heads, d = q.shape
     kv_heads, d_v = k_cache.shape[1], v_cache.shape[2]
     o = torch.empty((batch, q_heads, d_v), dtype=q.dtype, device=q.device) if out is None else out

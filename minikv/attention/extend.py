@@ -3,12 +3,10 @@ new keys."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from minikv.attention import cpu, descriptors, options
+from minikv.attention import descriptors, options
 from minikv.attention.softmax import (
     attend,
     find_request,
@@ -30,122 +28,21 @@ from minikv.attention.tiles import (
     prefix_splits,
     processors_of,
 )
-from minikv.device import refuse_interpreted_bf16, use_triton
+from minikv.device import refuse_interpreted_bf16
 from minikv.kernels.triton import tl, triton
 
 RULES = {"log": 1, "inverse": 2}
 
 
-def extend_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
-    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, *,
-    sm_scale: float | None = None, causal: bool = True, logit_cap: float = 0.0,
-    sliding_window: int = -1, window_start: Tensor | None = None,
-    custom_mask: Tensor | None = None, mask_indptr: Tensor | None = None, skip_prefix_mask: bool = False,
-    sinks: Tensor | None = None, xai_temperature_len: int = -1, xai_temperature_rule: str = "log",
-    k_scale: float = 1.0, v_scale: float = 1.0, page_size: int = 1, max_extend_len: int | None = None,
-    return_lse: bool = False, plan: Any = None, out: Tensor | None = None, backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of new tokens over a cached prefix and over themselves, for a ragged batch laid end
-    to end.
-
-    Query i of a request with P prefix tokens has position P + i; it sees the whole prefix and, when
-    causal, the new keys 0..i. A row that sees no key is 0, with log-sum-exp -inf. Keys and values
-    that no query of their request may see may hold anything, NaN included.
-
-    Parameters
-    ----------
-    q
-        ``[tokens, q_heads, d_qk]``, fp16, bf16 or fp32; any ratio of query to KV heads.
-    k, v
-        The new keys and values, ``[tokens, kv_heads, d_qk]`` and ``[tokens, kv_heads, d_v]``.
-    k_cache, v_cache
-        The pool, ``[slots, kv_heads, d_qk]`` and ``[slots, kv_heads, d_v]``; only the listed slots
-        are read.
-    qo_indptr, kv_indptr
-        int32 or int64 ``[batch + 1]``: where each request's new tokens, and its prefix in
-        `kv_indices`, begin and end.
-    kv_indices
-        int32 or int64: the prefix slots of all requests, in order of position.
-    sm_scale
-        Multiplies the dot products; None is ``1 / sqrt(d_qk)``.
-    logit_cap
-        c > 0 turns a scaled score x into ``c * tanh(x / c)``; 0 is off.
-    sliding_window
-        W >= 0: a key is seen when ``query position - key position <= W``, so W + 1 keys; -1 is off.
-    window_start
-        int ``[batch]``: the position of each list's first entry, when lists hold only the window.
-    custom_mask, mask_indptr
-        bool, flattened ``[new, prefix + new]`` per request, and where each begins: replaces
-        causality.
-    skip_prefix_mask
-        The prefix part of `custom_mask` is all True and need not be read.
-    sinks
-        ``[q_heads]``: a logit per head that joins the denominator once.
-    xai_temperature_len, xai_temperature_rule
-        L >= 2: scores of a query at pos > L times ``log2(pos) / log2(L)`` ("log"), or at pos >= L
-        times ``L / (pos + 1)`` ("inverse").
-    k_scale, v_scale
-        Multiply what is read from the pool; the new `k` and `v` are not scaled.
-    page_size
-        A promise about `kv_indices`: each list (without `window_start`) is whole pages of
-        neighbouring slots, the last one cut short. Pages of 64 and more are then loaded by Hopper's
-        copy engine.
-    max_extend_len
-        The longest request's new tokens, if the caller knows: spares a search per program. Nothing
-        is read back without it.
-    return_lse
-        Also return the natural log-sum-exp over keys (without the sink), fp32 ``[tokens,
-        q_heads]``.
-    plan
-        Accepted for symmetry with decode; this kernel needs no buffers that outlive the call.
-    out
-        Where to write the result.
-    backend
-        "triton", "torch", or "auto": Triton on CUDA.
-
-    Returns
-    -------
-    Tensor or (Tensor, Tensor)
-        ``[tokens, q_heads, d_v]`` in q's dtype, and the log-sum-exp if asked for.
-
-    Raises
-    ------
-    ArgumentError
-        For shapes, dtypes, devices or options that do not fit together.
-
-    Examples
-    --------
-    Two requests: one continues a prefix of 3 tokens with 2, one starts with 1. Scale 0 makes all weights equal.
-
-    >>> q, k = torch.zeros(3, 1, 16), torch.zeros(3, 1, 16)
-    >>> v = torch.tensor([3.0, 4.0, 9.0])[:, None, None].repeat(1, 1, 16)
-    >>> pool = torch.arange(8.0)[:, None, None].repeat(1, 1, 16)
-    >>> lists = torch.tensor([0, 2, 3]), torch.tensor([0, 3, 3]), torch.tensor([0, 1, 2])
-    >>> extend_attention(q, k, v, pool, pool, *lists)[:, 0, 0].tolist()
-    [1.5, 2.0, 9.0]
-    """
-    settings, tensors = (
-        options.given(locals()),
-        (q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices),
-    )
-    opts = options.check_extend(*tensors, max_extend_len=max_extend_len, out=out, **settings)
-    if not use_triton(backend, q.device):
-        lists = {"qo_indptr": qo_indptr, "new_keys": True}
-        parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, **lists)
-        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out, k, v)
-    refuse_interpreted_bf16(q=q, k_cache=k_cache)
-    return launch(*tensors, opts, max_extend_len, return_lse, out)
-
-
-def launch(
+def launch_extend(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
     qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, opts: options.Options,
     max_extend_len: int | None = None, return_lse: bool = False, out: Tensor | None = None,
-    tiles: Tiles | None = None, num_splits: int | None = None,
+    num_splits: int | None = None, tiles: Tiles | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Run the Triton kernel; `tiles` and `num_splits`, for tests and tuning, replace what is chosen
     here."""
+    refuse_interpreted_bf16(q=q, k_cache=k_cache)
     tokens, q_heads, d = q.shape
     batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
     o = torch.empty((tokens, q_heads, d_v), dtype=q.dtype, device=q.device) if out is None else out

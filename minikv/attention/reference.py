@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minikv.attention.options import Options, check_decode, check_extend, check_unified
+from minikv.attention.options import Options, check
 from minikv.errors import ArgumentError
 
 
@@ -75,50 +75,39 @@ def reference_attention(
     >>> out.item(), math.exp(lse.item())
     (1.5, 2.0)
     """
+    arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    arguments |= {"kv_indptr": kv_indptr, "kv_indices": kv_indices}
+    new = {"k": k, "v": v, "qo_indptr": qo_indptr, "prefix_lens": prefix_lens}
+    given = {name: tensor for name, tensor in new.items() if tensor is not None}
+    if set(given) not in ({"k", "v", "qo_indptr"}, {"qo_indptr", "prefix_lens"}, set()):
+        remedy = "give k, v and qo_indptr, or qo_indptr and prefix_lens, or none"
+        raise ArgumentError("qo_indptr", qo_indptr, remedy)
+    opts = check({**arguments, **given, **options})
     starts = kv_indptr.tolist()
-    batch = len(starts) - 1
-    if k is not None and v is not None and qo_indptr is not None:
-        opts = check_extend(q, k, v, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, **options)
-        rows, prefixes = qo_indptr.tolist(), [starts[r + 1] - starts[r] for r in range(batch)]
-    elif qo_indptr is not None and prefix_lens is not None:
-        opts = check_unified(
-            q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens, **options
-        )
-        rows, prefixes = qo_indptr.tolist(), prefix_lens.tolist()
-    elif k is None and v is None and qo_indptr is None and prefix_lens is None:
-        opts = check_decode(q, k_cache, v_cache, kv_indptr, kv_indices, **options)
-        rows, prefixes = (
-            list(range(batch + 1)),
-            [max(starts[r + 1] - starts[r] - 1, 0) for r in range(batch)],
-        )
-    else:
-        raise ArgumentError(
-            "qo_indptr", qo_indptr, "give k, v and qo_indptr, or qo_indptr and prefix_lens, or none"
-        )
+    rows = list(range(len(starts))) if qo_indptr is None else qo_indptr.tolist()
 
     out = torch.zeros(
         q.shape[0], q.shape[1], v_cache.shape[2], dtype=torch.float64, device=q.device
     )
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64, device=q.device)
-    for r in range(batch):
+    for r in range(len(starts) - 1):
         mine = slice(rows[r], rows[r + 1])
         slots = kv_indices[starts[r] : starts[r + 1]].long()
         keys = k_cache[slots].double() * opts.k_scale  # [listed, kv_heads, d_qk]
         values = v_cache[slots].double() * opts.v_scale
         if k is not None and v is not None:
-            keys, values = (
-                torch.cat((keys, k[mine].double())),
-                torch.cat((values, v[mine].double())),
-            )
-        out[mine], lse[mine] = _attend(q[mine].double(), keys, values, prefixes[r], r, opts)
+            keys = torch.cat((keys, k[mine].double()))
+            values = torch.cat((values, v[mine].double()))
+        out[mine], lse[mine] = _attend(q[mine].double(), keys, values, r, opts)
     return out, lse
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, prefix: int, r: int, opts: Options
+    q: Tensor, keys: Tensor, values: Tensor, r: int, opts: Options
 ) -> tuple[Tensor, Tensor]:
     """One request: q [N, Hq, d_qk], keys [T, Hk, d_qk], values [T, Hk, d_v], all float64."""
     new, q_heads, _ = q.shape
+    prefix = keys.shape[0] - new
     start = 0 if opts.window_start is None else int(opts.window_start[r])
     q_pos = start + prefix + torch.arange(new, device=q.device)
     k_pos = start + torch.arange(keys.shape[0], device=q.device)
@@ -126,12 +115,9 @@ def _attend(
 
     # What no query sees may hold anything, NaN included; 0 * NaN would spread it.
     hidden = ~seen.any(0)
-    keys, values = (
-        keys.masked_fill(hidden[:, None, None], 0),
-        values.masked_fill(hidden[:, None, None], 0),
-    )
     group = q_heads // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    keys = keys.masked_fill(hidden[:, None, None], 0).repeat_interleave(group, 1)
+    values = values.masked_fill(hidden[:, None, None], 0).repeat_interleave(group, 1)
 
     scores = torch.einsum("nhd,thd->hnt", q, keys) * opts.sm_scale
     if opts.logit_cap > 0:
@@ -162,11 +148,8 @@ def _seen(q_pos: Tensor, k_pos: Tensor, prefix: int, r: int, opts: Options) -> T
 
 def _temperature(q_pos: Tensor, opts: Options) -> Tensor:
     """float64 [N]: what multiplies the scores of each query."""
-    ones, length, pos = (
-        torch.ones_like(q_pos, dtype=torch.float64),
-        opts.xai_temperature_len,
-        q_pos.double(),
-    )
+    ones = torch.ones_like(q_pos, dtype=torch.float64)
+    length, pos = opts.xai_temperature_len, q_pos.double()
     if length < 0:
         return ones
     if opts.xai_temperature_rule == "log":

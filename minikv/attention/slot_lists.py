@@ -47,7 +47,7 @@ def build_kv_indices(
     Raises
     ------
     ArgumentError
-        Before anything is written: lengths beyond the table, or buffers too small for them.
+        Before anything is written: rows or lengths beyond the table, or buffers too small.
 
     Examples
     --------
@@ -62,9 +62,11 @@ def build_kv_indices(
         )
     longest, total = (int(lens.max()), int(lens.sum())) if n else (0, 0)
     if n and (longest > table.shape[1] or int(lens.min()) < 0):
-        raise ArgumentError(
-            "lens", lens.tolist(), f"must be between 0 and the table's {table.shape[1]} columns"
-        )
+        remedy = f"must be between 0 and the table's {table.shape[1]} columns"
+        raise ArgumentError("lens", lens.tolist(), remedy)
+    if n and (int(rows.max()) >= table.shape[0] or int(rows.min()) < 0):
+        remedy = f"must be rows of the table, 0..{table.shape[0] - 1}"
+        raise ArgumentError("rows", rows.tolist(), remedy)
     if out is None:
         indptr, indices = (
             torch.empty(size, dtype=torch.int32, device=device) for size in (n + 1, total)

@@ -3,12 +3,10 @@ for any batch."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from minikv.attention import cpu, descriptors, options
+from minikv.attention import descriptors, options
 from minikv.attention.extend import RULES
 from minikv.attention.softmax import (
     attend,
@@ -26,80 +24,8 @@ from minikv.attention.tiles import (
     power_of_two,
     unified_tiles,
 )
-from minikv.device import refuse_interpreted_bf16, use_triton
+from minikv.device import refuse_interpreted_bf16
 from minikv.kernels.triton import tl, triton
-
-
-def extend_attention_unified(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor,
-    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, prefix_lens: Tensor, *,
-    sm_scale: float | None = None, causal: bool = True, logit_cap: float = 0.0,
-    sliding_window: int = -1, window_start: Tensor | None = None,
-    custom_mask: Tensor | None = None, mask_indptr: Tensor | None = None, skip_prefix_mask: bool = False,
-    sinks: Tensor | None = None, xai_temperature_len: int = -1, xai_temperature_rule: str = "log",
-    k_scale: float = 1.0, v_scale: float = 1.0, page_size: int = 1, max_extend_len: int | None = None,
-    return_lse: bool = False, plan: Any = None, out: Tensor | None = None, backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of new tokens over one list of slots that covers prefix and new tokens (their K and
-    V already written).
-
-    The Triton kernel gives a request the same bits whatever else is in the batch and wherever its
-    prefix ends: tiles of queries and keys begin at multiples of the tile size counted from position
-    0, their sizes depend on head dims and dtype only, and tiles are added in one fixed order. So a
-    cold run, a run after a cache hit and a chunked run agree bit for bit. (The idea of
-    batch-invariant kernels: Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025.)
-
-    Parameters
-    ----------
-    q
-        ``[tokens, q_heads, d_qk]``.
-    k_cache, v_cache
-        The pool, ``[slots, kv_heads, d_qk]`` and ``[slots, kv_heads, d_v]``.
-    qo_indptr
-        int ``[batch + 1]``: where each request's new tokens begin and end in q.
-    kv_indptr, kv_indices
-        int ``[batch + 1]`` and the slots of prefix and new tokens, as ``build_unified_kv_indices``
-        makes them.
-    prefix_lens
-        int ``[batch]``: how many entries of each list are the prefix.
-    k_scale, v_scale
-        Multiply everything that is read, since everything is read from the pool.
-    sm_scale, causal, logit_cap, sliding_window, window_start, custom_mask, mask_indptr,
-    skip_prefix_mask, sinks, \
-xai_temperature_len, xai_temperature_rule, page_size, max_extend_len, return_lse, plan, out, backend
-        As in :func:`minikv.attention.extend.extend_attention`.
-
-    Returns
-    -------
-    Tensor or (Tensor, Tensor)
-        ``[tokens, q_heads, d_v]`` in q's dtype, and the log-sum-exp ``[tokens, q_heads]`` if asked
-        for.
-
-    Raises
-    ------
-    ArgumentError
-        For shapes, dtypes, devices or options that do not fit together.
-
-    Examples
-    --------
-    A request with 3 cached tokens in slots 2, 5, 6 and 2 new ones in slots 7 and 1. Scale 0 makes all weights equal.
-
-    >>> q, pool = torch.zeros(2, 1, 16), torch.arange(8.0)[:, None, None].repeat(1, 1, 16)
-    >>> lists = torch.tensor([0, 2]), torch.tensor([0, 5]), torch.tensor([2, 5, 6, 7, 1]), torch.tensor([3])
-    >>> extend_attention_unified(q, pool, pool, *lists)[:, 0, 0].tolist()
-    [5.0, 4.2...]
-    """
-    settings, tensors = (
-        options.given(locals()),
-        (q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, prefix_lens),
-    )
-    opts = options.check_unified(*tensors, max_extend_len=max_extend_len, out=out, **settings)
-    if not use_triton(backend, q.device):
-        lists = {"qo_indptr": qo_indptr, "prefix_lens": prefix_lens}
-        parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, **lists)
-        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out)
-    refuse_interpreted_bf16(q=q, k_cache=k_cache)
-    return launch_unified(*tensors, opts, max_extend_len, return_lse, out)
 
 
 def launch_unified(
@@ -108,6 +34,7 @@ def launch_unified(
     max_extend_len: int | None = None, return_lse: bool = False, out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Run the Triton kernel."""
+    refuse_interpreted_bf16(q=q, k_cache=k_cache)
     tokens, q_heads, d = q.shape
     batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
     o = torch.empty((tokens, q_heads, d_v), dtype=q.dtype, device=q.device) if out is None else out

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import OPTION_SETS, attend, check, make_case
 
-from minikv.attention import cpu, decode_attention, padding
+from minikv.attention import cpu, decode_attention
 from minikv.attention.options import Options
 from minikv.errors import ArgumentError
 
@@ -84,18 +84,10 @@ def test_b79_a_padded_row_spoils_no_other() -> None:
 # ---- how batches are padded
 
 
-def _rectangles(lengths: list[int], **sizes: int) -> list[padding.Rectangle]:
-    case = make_case([n - 1 for n in lengths], [1] * len(lengths))
-    numbers = {"q_heads": 9, "token_bytes": 1536, **sizes}
-    return padding.rectangles(
-        case.kv_indptr,
-        case.kv_indices,
-        Options(1.0),
-        qo_indptr=None,
-        prefix_lens=None,
-        new_keys=False,
-        **numbers,
-    )
+def _rectangles(lengths: list[int]) -> list[cpu.Rectangle]:
+    """Rectangles of SmolLM2's heads (1,536 bytes per token)."""
+    case = make_case([n - 1 for n in lengths], [1] * len(lengths), q_heads=9, kv_heads=3, d=64)
+    return cpu.plan(*case.decode_args(), Options(1.0))
 
 
 def test_equal_requests_are_one_rectangle_without_a_mask() -> None:
@@ -122,16 +114,8 @@ def test_keys_gathered_at_once_stay_within_a_budget() -> None:
 
 def test_a_run_of_slots_is_read_in_place() -> None:
     indptr, indices = torch.tensor([0, 5]), torch.arange(7, 12)
-    (part,) = padding.rectangles(
-        indptr,
-        indices,
-        Options(1.0),
-        qo_indptr=None,
-        prefix_lens=None,
-        new_keys=False,
-        q_heads=1,
-        token_bytes=8,
-    )
+    q, pool = torch.zeros(1, 1, 16), torch.zeros(12, 1, 16)
+    (part,) = cpu.plan(q, pool, pool, indptr, indices, Options(1.0))
     assert part.slots == slice(7, 12)
 
 

@@ -9,7 +9,7 @@ from cases import OPTION_SETS, Case, assert_close, attend, make_case, random_mas
 from cases import check as check_case
 
 from minikv.attention import descriptors, extend_attention, options
-from minikv.attention.extend import launch
+from minikv.attention.extend import launch_extend
 from minikv.attention.tiles import (
     Tiles,
     extend_tiles,
@@ -27,8 +27,10 @@ BIG = pytest.param("cuda", marks=pytest.mark.gpu)
 def check(
     case: Case, tiles: Tiles | None = None, splits: int | None = None, longest: int | None = None
 ) -> None:
-    opts = options.check_extend(*case.extend_args(), **case.options)
-    result = launch(*case.extend_args(), opts, longest, True, case.poisoned_out(), tiles, splits)
+    names = "q", "k", "v", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices"
+    opts = options.check({**dict(zip(names, case.extend_args(), strict=True)), **case.options})
+    how = longest, True, case.poisoned_out(), splits, tiles
+    result = launch_extend(*case.extend_args(), opts, *how)
     assert isinstance(result, tuple)
     want, want_lse = case.want_extend()
     assert_close(result[0], want)

@@ -248,6 +248,31 @@ def test_a_mask_that_is_too_short_is_refused(form):
         attend(form, case, "torch")
 
 
+@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_p11_a_mask_that_is_too_wide_is_refused(form, backend):
+    """Rows of 24 entries where 20 new tokens see 23 keys: every row but the first would be sheared."""
+    mask = torch.ones(20, 24, dtype=torch.bool)
+    case = make_case([3], [20], custom_mask=mask.flatten(), mask_indptr=torch.tensor([0, 480]))
+    with pytest.raises(ArgumentError, match=r"mask_indptr.*request 0.*20 new tokens × 23 keys"):
+        attend(form, case, backend)
+
+
+@pytest.mark.parametrize("form", BOTH)
+@pytest.mark.parametrize("bounds", [[0, 29, 44], [1, 29, 44], [0, 27, 42], [-28, 0, 15]])
+def test_p11_every_part_of_a_mask_has_its_own_size(form, bounds):
+    case = make_case([3, 2], [4, 3], **random_mask([3, 2], [4, 3]))
+    assert case.options["mask_indptr"].tolist() == [0, 28, 43]
+    attend(form, case, "torch")
+    case.options["mask_indptr"] = torch.tensor(bounds)
+    case.options["custom_mask"] = torch.ones(50, dtype=torch.bool)
+    if bounds == [1, 29, 44]:  # the parts may begin anywhere
+        attend(form, case, "torch")
+        return
+    with pytest.raises(ArgumentError, match="mask_indptr"):
+        attend(form, case, "torch")
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_b62_blocks_of_unlike_size_hide_masked_keys(poison, way):
     """Padding of the shorter request repeats its last query, and no other row of the mask."""

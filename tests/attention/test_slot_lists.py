@@ -26,6 +26,17 @@ def _table(rows: int = 9, columns: int = 16) -> torch.Tensor:
     return torch.randperm(1000, dtype=torch.int32)[: rows * columns].view(rows, columns)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_p16_rows_beyond_the_table_are_refused(backend: str) -> None:
+    """-1 would read the last row, or the memory before the table."""
+    table, buffers = _table(), (torch.full((3,), -1), torch.full((9,), -1))
+    for bad in (-1, table.shape[0]):
+        rows, lens = torch.tensor([1, bad]), torch.tensor([2, 2])
+        with pytest.raises(ArgumentError, match=rf"rows=.*{bad}.*rows of the table, 0\.\."):
+            build_kv_indices(table, rows, lens, out=buffers, backend=backend)
+        assert buffers[1].eq(-1).all()
+
+
 @settings(max_examples=25, deadline=None)
 @given(LENGTHS, st.randoms(use_true_random=False))
 def test_lists_are_the_table_rows_end_to_end(lens: list[int], rnd) -> None:
