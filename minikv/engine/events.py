@@ -1,9 +1,9 @@
 """What happened, one event per line of JSON, and the metrics that follow from it.
 
 Six events, each with its time `t` in seconds: ``add`` (id, prompt_tokens), ``admit`` (id,
-cached_tokens, again), ``step`` (kind, extends: [id, new tokens] pairs, decodes: ids, sampled: ids
-that got a token, waiting, running, available, evictable, size), ``retract`` (id), ``finish`` (id,
-reason, generated), ``refuse`` (error).
+cached_tokens, again), ``step`` (kind; extends, decodes: pairs [id, tokens computed] of the prompts
+and of the running requests; sampled: pairs [id, tokens it got]; waiting, running, available,
+evictable, size), ``retract`` (id), ``finish`` (id, reason, generated), ``refuse`` (error).
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def request_metrics(events: Iterable[dict]) -> dict[int, RequestMetrics]:
     --------
     >>> log = [{"t": 0.0, "event": "add", "id": 1, "prompt_tokens": 3},
     ...        {"t": 1.0, "event": "admit", "id": 1, "cached_tokens": 2, "again": False},
-    ...        {"t": 2.0, "event": "step", "extends": [[1, 1]], "decodes": [], "sampled": [1]},
-    ...        {"t": 2.5, "event": "step", "extends": [], "decodes": [1], "sampled": [1]}]
+    ...        {"t": 2.0, "event": "step", "extends": [[1, 1]], "decodes": [], "sampled": [[1, 1]]},
+    ...        {"t": 2.5, "event": "step", "extends": [], "decodes": [[1, 1]], "sampled": [[1, 1]]}]
     >>> m = request_metrics(log)[1]
     >>> m.queue_time, m.ttft, m.time_per_output_token, m.cached_tokens, m.computed_tokens
     (1.0, 2.0, 0.5, 2, 2)
@@ -124,11 +124,11 @@ def request_metrics(events: Iterable[dict]) -> dict[int, RequestMetrics]:
         elif kind == "finish":
             found[e["id"]].finished, found[e["id"]].reason = t, e["reason"]
         elif kind == "step":
-            for id, n in [*e["extends"], *((id, 1) for id in e["decodes"])]:
+            for id, n in (*e["extends"], *e["decodes"]):
                 found[id].computed_tokens += n
-            for id in e["sampled"]:
+            for id, n in e["sampled"]:
                 m = found[id]
                 m.first_token = t if m.first_token is None else m.first_token
                 m.last_token = t
-                m.generated_tokens += 1
+                m.generated_tokens += n
     return found

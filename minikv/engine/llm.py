@@ -1,11 +1,18 @@
-"""The engine: prompts in, text out. The loop is :meth:`LLM._advance`; for `generate`, `ahead.py`
-overlaps its steps."""
+"""The engine: prompts in, text out. :meth:`LLM.step` is its loop.
+
+Where the next batch is known before the tokens of this one are, it is launched first, so that the
+device never waits for Python; SGLang's and vLLM's overlapped schedulers do the same. If a request
+turns out to have ended, its row was computed in vain, into a slot that is freed with the others.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +21,6 @@ import torch
 from minikv import models
 from minikv.attention.backend import AttentionBackend
 from minikv.device import pick_device
-from minikv.engine.ahead import Ahead
 from minikv.engine.batch import Batch
 from minikv.engine.build import (
     KV_DTYPES,
@@ -30,16 +36,25 @@ from minikv.engine.grammar import Grammars
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
 from minikv.engine.request import Delta, Output, Request, State
+from minikv.engine.landing import Landing
 from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
 from minikv.engine.stats import Stats
 from minikv.engine.text import TextStream
-from minikv.engine.undivided import shielded
-from minikv.errors import ArgumentError
+from minikv.engine.turns import Turns
+from minikv.errors import ArgumentError, StateError
 from minikv.memory import PagedAllocator, RequestTable
 from minikv.models.files.load import pick_dtype
 from minikv.models.fused.decoder import fused_for
 from minikv.prefix import RadixCache
+
+
+@dataclass
+class Flight:
+    """A step that was launched: its batch, and what it chose, on the way back from the device."""
+
+    batch: Batch
+    read: Any
 
 
 class LLM:
@@ -162,7 +177,7 @@ class LLM:
         self.scheduler = Scheduler(
             self.cache, self.allocator, self.table,
             max_requests=max_requests, chunk_tokens=chunk_tokens, policy=policy, mixed=mixed,
-            emit=self.events, on_token=self._text_of,
+            emit=self.events,
         )  # fmt: skip
         self.sampler, self.grammars = Sampler(), Grammars(self.tokenizer, config.vocab_size)
         self.runner = pick_runner(
@@ -172,10 +187,18 @@ class LLM:
         self._fused = (
             None if hasattr(self.runner, "step") else fused_for(self.decoder, self.attention)
         )  # or its own
-        self._ahead, self._ids = Ahead(self, max_requests), itertools.count(1)
-        self._news: deque[Delta] = deque()  # for step(): deltas of requests that add() took
+        self._landing = Landing(self.device)
+        self._last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=self.device)
+        self.overlaps = self.device.type == "cuda"  # on a CPU nothing works meanwhile
+        self._flight: Flight | None = None  # the step that was launched before its turn
+        self._turns, self._steps, self._closed = Turns(), 0, False
+        self._ids = itertools.count(1)
+        self._aborts: list[int] = []  # requests to abort at the end of the turn
+        self._news: deque[Delta] = deque()  # deltas of requests that add() took
 
     def __repr__(self) -> str:
+        if self._closed:
+            return "LLM(closed)"
         now = self.scheduler
         running, waiting = len(now.running) + len(now.prefilling), len(now.waiting)
         return f"LLM({self.config.architecture}, {running} requests running, {waiting} waiting, {self.allocator})"
@@ -214,18 +237,13 @@ class LLM:
         results = [self._try_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         pending = [r for r in results if isinstance(r, Request)]
         try:
-            for request in pending:
-                self.scheduler.add(request)
+            with self._turn():
+                for request in pending:
+                    self.scheduler.add(request)
             while pending := [r for r in pending if r.state is not State.FINISHED]:
-                self._ahead.advance()
-        finally:  # an interrupt leaves nothing behind
-            with shielded:
-                try:
-                    self._ahead.land()
-                finally:
-                    for request in pending:
-                        self.abort(request.id)
-                    self._deliver([])
+                self.step(keep_news=True)
+        finally:  # an interrupt leaves no request behind
+            self._end(pending)
         return [r.output() if isinstance(r, Request) else r for r in results]
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -239,23 +257,45 @@ class LLM:
         return self._stream(self._request(prompt, params))
 
     def _stream(self, request: Request) -> Iterator[Delta]:
-        request.sink = mine = deque()
+        news = request.sink = deque()
         try:
-            self.scheduler.add(request)
+            with self._turn():
+                self.scheduler.add(request)
             while True:
-                while mine:
-                    delta = mine.popleft()
+                while news:
+                    delta = news.popleft()
                     yield delta
                     if delta.finish_reason is not None:
                         return
-                if request.state is State.FINISHED:
-                    self._deliver([])
-                else:
-                    self._advance()
+                self.step(keep_news=True)
         finally:
-            with shielded:
-                self.abort(request.id)
-                self._deliver([])
+            self._end([request])
+
+    def astream(self, prompt: Any, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
+        """:meth:`stream` for ``async for``: steps run in a worker thread, so that the event loop
+        (of a notebook's widgets, or a server) goes on. Leaving early aborts the request.
+
+        Raises
+        ------
+        ArgumentError
+            At the call, for a prompt that cannot run.
+        """
+        return self._astream(self.stream(prompt, params))
+
+    @staticmethod
+    async def _astream(stream: Any) -> AsyncIterator[Delta]:
+        step = None
+        try:
+            while True:
+                step = asyncio.ensure_future(asyncio.to_thread(next, stream, None))
+                delta = await asyncio.shield(step)
+                if delta is None:
+                    return
+                yield delta
+        finally:
+            if step is not None:
+                await asyncio.wait([step])  # a task that was cancelled left its step running
+            stream.close()
 
     # ---- step by step
 
@@ -269,25 +309,70 @@ class LLM:
         """
         request = self._request(prompt, params)
         request.sink = self._news
-        self.scheduler.add(request)
+        with self._turn():
+            self.scheduler.add(request)
         return request.id
 
-    def step(self) -> list[Delta]:
-        """Run one step; the news of all requests that came through :meth:`add`."""
-        self._advance()
-        news = list(self._news)
-        self._news.clear()
+    def step(self, *, keep_news: bool = False) -> list[Delta]:
+        """Run one step. Threads that wait for one while another thread runs one share the next.
+
+        Parameters
+        ----------
+        keep_news
+            Leave the deltas to the next call.
+
+        Returns
+        -------
+        list of Delta
+            The news of all requests that came through :meth:`add`.
+        """
+        seen = self._steps
+        with self._turn():
+            if self._steps == seen:
+                self._advance()
+        news: list[Delta] = []
+        with suppress(IndexError):  # after the turn: an interrupt that it held back loses none
+            while not keep_news:
+                news.append(self._news.popleft())
         return news
 
     def abort(self, id: int) -> bool:
-        """End a request now, wherever it is. Its last delta comes with the next step. False:
-        nothing to end."""
-        return self.scheduler.abort(id) is not None
+        """End a request at the border of a step: now, or, called by an event listener, after the
+        step that is running. Its last delta comes with the next step. False: nothing to end."""
+        with self._turn():
+            found = self.scheduler.find(id) is not None
+            if found:
+                self._aborts.append(id)
+        return found
 
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or has news that no :meth:`step` has brought yet."""
-        return self.scheduler.has_work or bool(self._news or self.scheduler.ended)
+        return self.scheduler.has_work or bool(self._news)
+
+    def close(self) -> None:
+        """End all requests; weights, pool and graphs are given back at once. Then every method but
+        this one raises StateError."""
+        with self._turns:
+            if self._closed:
+                return
+            now = self.scheduler
+            self._end([*now.waiting, *now.prefilling, *now.running])
+            self.events.close()
+            kept = {"_turns": self._turns, "_closed": True}
+            self.__dict__.clear()
+            self.__dict__.update(kept)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if self.__dict__.get("_closed"):
+            raise StateError(f"llm.{name}: this engine was closed; build a new LLM")
+        raise AttributeError(f"LLM has no attribute {name!r}")
 
     def stats(self) -> Stats:
         """Counters since the start and levels of now; ``.prometheus()`` gives Prometheus' text
@@ -305,24 +390,73 @@ class LLM:
 
     # ---- the loop
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """What nothing else may come between. Aborts that listeners ask for meanwhile follow it."""
+        with self._turns:
+            scheduler = self.scheduler
+            try:
+                yield
+            finally:
+                if self._turns.depth == 1:
+                    while self._aborts:
+                        scheduler.abort(self._aborts.pop(0))
+                    self._deliver()
+                    if not scheduler.has_work:
+                        self._flight = None  # its requests have ended
+
     def _advance(self) -> None:
-        """One step: schedule, run the model, sample, record, tell."""
+        """One step: schedule, run the model, record, tell."""
+        if self._turns.depth > 1:
+            raise StateError(
+                "a step was asked for while one runs; event listeners cannot run steps"
+            )
+        self._steps += 1
         try:
-            batch = self.scheduler.next_batch()
-            if batch is None:
-                return self._deliver([])
-            with torch.inference_mode():
-                variant = self._variant(batch)
-                out = self._forward(batch, variant)
-                choose = self.sampler if variant == "logits" else self.sampler.read
-                sampled = choose(out, batch.sampled)
-            self.scheduler.process(batch, sampled.tokens, sampled.logprobs)
-        except (
-            BaseException
-        ):  # an interrupt, or no memory: the requests of this step will run it again
+            flight = self._flight or self._start(self.scheduler.next_batch())
+            if flight is None:
+                return
+            self._flight = None
+            if self.overlaps:
+                self._flight = self._start(self.scheduler.follow(flight.batch))
+            sampled = self.sampler.read(flight.read(), flight.batch.sampled)
+            tokens = [[token] for token in sampled.tokens]
+            logprobs = sampled.logprobs and [[record] for record in sampled.logprobs]
+            self.scheduler.process(flight.batch, tokens, logprobs)
+        except BaseException:  # an interrupt, or no memory: the requests of this step run it again
+            self._flight = None
             self.scheduler.rollback()
             raise
-        self._deliver(batch.sampled)
+        self._deliver(flight.batch)
+
+    def _start(self, batch: Batch | None) -> Flight | None:
+        """Launch a step; nothing waits for it."""
+        if batch is None:
+            return None
+        with torch.inference_mode():
+            variant = self._variant(batch)
+            out = self._forward(batch, variant)
+            if variant == "logits":
+                out = self.sampler.choose(out, batch.sampled, batch)
+            rows = [r.row for r in batch.sampled]
+            self._last_tokens[rows] = out if out.dim() == 1 else out[:, 0].long()
+            return Flight(batch, self._landing.send(out))
+
+    def _deliver(self, batch: Batch | None = None) -> None:
+        """Deltas of the requests that got tokens, and of those that ended, to their callers."""
+        going = [r for r in batch.sampled if r.state is State.RUNNING] if batch else []
+        for request in (*going, *self.scheduler.ended):
+            if request.sink is not None:
+                request.sink.append(request.delta())
+        self.scheduler.ended.clear()
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        """Abort those that have not ended."""
+        live = [r for r in requests if r.state is not State.FINISHED]
+        if live:
+            with self._turn():
+                for request in live:
+                    self.scheduler.abort(request.id)
 
     def _variant(self, batch: Batch) -> str:
         """How the step's graph is to choose tokens; "logits" where it cannot, or where there is
@@ -335,6 +469,9 @@ class LLM:
         if batch.kind == "decode":
             if variant != "logits":
                 self.sampler.fill(batch, variant)
+            if (batch.token_ids < 0).any():
+                newest = self._last_tokens[batch.rows].clamp_min(0).to(batch.token_ids.device)
+                batch.token_ids = newest
             return self.runner(batch, variant)
         self.attention.begin_extend(batch.rows, batch.prefix_lens, batch.seq_lens, batch.out_slots)
         where = (
@@ -379,64 +516,18 @@ class LLM:
                         raise ArgumentError(
                             name, token, f"is outside the vocabulary; ids are 0..{vocab - 1}"
                         )
-            grammar = (
-                None if params.json_schema is None else self.grammars.start(params.json_schema)
-            )
+            schema = params.json_schema
+            grammar = None if schema is None else self.grammars.start(schema)
         except ArgumentError as e:
             self.events("refuse", error=str(e))
             raise
-        stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else self.tokenizer.eos_ids
-        )
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.tokenizer.eos_ids
         request = Request(
-            next(self._ids), ids, params, stop_ids, max_length=self.scheduler.max_context + 1
-        )
+            next(self._ids), ids, params, stop_ids, self.scheduler.max_context + 1, grammar,
+            TextStream(self.tokenizer, params.stop, params.keep_stop),
+        )  # fmt: skip
         if params.seed is None:
             request.seed = (self.seed << 32) + request.id
-        request.grammar = grammar
-        request.stream = TextStream(self.tokenizer, params.stop, params.keep_stop)
         return request
-
-    def _text_of(self, request: Request, reason: str | None) -> str | None:
-        """After each token: its text where somebody waits for it, and whether a stop text ended the
-        request."""
-        if reason is None and request.sink is None and not request.params.stop:
-            return None  # nobody looks before the end: the text is made then, in one go
-        new = request.output_ids[request.shown :].tolist()
-        request.shown += len(new)
-        if reason == "stop" and new[-1] in request.stop_ids and not request.params.keep_stop:
-            new.pop()  # eos or a stop token is part of the tokens, not of the text
-        request.fresh += request.stream.push(new, final=reason is not None)
-        return "stop" if request.stream.stopped else reason
-
-    @shielded
-    def _deliver(self, sampled: Sequence[Request]) -> None:
-        """Deltas to whoever waits for them: of the requests that got a token, and of those that
-        ended."""
-        for request in dict.fromkeys(
-            (*(r for r in sampled if r.fresh or r.sink is not None), *self.scheduler.ended)
-        ):
-            done = request.state is State.FINISHED
-            if done:  # aborted or failed: its text was not asked for yet
-                rest, request.shown = (
-                    request.output_ids[request.shown :].tolist(),
-                    request.length - request.prompt_len,
-                )
-                try:
-                    request.fresh += request.stream.push(rest, final=True)
-                except Exception as e:  # of its tokenizer
-                    request.finish_reason, request.error = "error", f"{type(e).__name__}: {e}"
-            if request.sink is not None:
-                new = request.output_ids[request.told :].tolist()
-                request.told += len(new)
-                request.sink.append(
-                    Delta(
-                        request.id,
-                        request.fresh,
-                        new,
-                        request.finish_reason,
-                        request.output() if done else None,
-                    )
-                )
-            request.fresh = ""
-        self.scheduler.ended.clear()

@@ -148,14 +148,15 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def penalises(self) -> bool:
+        """Whether the tokens so far change the logits of the next one."""
+        spent = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return spent or self.repetition_penalty != 1.0
+
+    @property
     def edits_logits(self) -> bool:
         """Whether the logits are changed before a token is chosen from them."""
-        return bool(
-            self.logit_bias
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-        )
+        return bool(self.logit_bias) or self.penalises
 
 
 def integer(value: Any) -> int | None:

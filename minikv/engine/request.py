@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import numpy as np
 
 from minikv.engine.params import SamplingParams
+from minikv.engine.text import TextStream
 from minikv.errors import ArgumentError
+
+BROKEN = "the model's logits hold no finite maximum (NaN or infinity)"
 
 
 class State(Enum):
@@ -20,9 +24,9 @@ class State(Enum):
 
     WAITING = "waiting"  # holds nothing; next: be admitted, its tokens matched and prefilled
     PREFILL = (
-        "prefill"  # holds a row and `computed` tokens of KV; next: compute (some of) the others
+        "prefill"  # holds a row and `computed` tokens of K/V; next: compute some of the others
     )
-    RUNNING = "running"  # all but its last token have KV; next: decode that one
+    RUNNING = "running"  # all but its last token have K/V; next: decode that one
     FINISHED = "finished"  # holds nothing
 
 
@@ -107,9 +111,9 @@ class Request:
     """One prompt on its way to an output.
 
     The tokens of prompt and output lie in one int64 array that is allocated once; `token_ids` is a
-    view of its used part. `computed` tokens have K/V in the pool, through table line `row`; the
-    first `protected_len` of them are owned by the prefix tree, whose node `node` is locked for this
-    request.
+    view of its used part, and -1 stands where no token is known yet. `computed` tokens have K/V in
+    the pool, through table line `row`; the first `protected_len` of them are owned by the prefix
+    tree, whose node `node` is locked for this request.
 
     Parameters
     ----------
@@ -123,6 +127,9 @@ class Request:
         Token ids that end the text: eos and `params.stop_token_ids`.
     max_length
         Most tokens of prompt and output together (context length + 1: the last token needs no K/V).
+    grammar, text
+        The rules that the output keeps, and the stream that makes its text; None: neither rules,
+        nor texts that end it.
     """
 
     def __init__(
@@ -132,14 +139,17 @@ class Request:
         params: SamplingParams,
         stop_ids: frozenset[int] = frozenset(),
         max_length: int = 1 << 31,
+        grammar: Any = None,
+        text: TextStream | None = None,
     ) -> None:
         if len(prompt) == 0:
             raise ArgumentError("prompt", [], "is empty; give at least one token")
         self.id, self.params, self.stop_ids = id, params, stop_ids
         self.prompt_len = self.length = len(prompt)
         self.capacity = max(self.length, min(self.length + params.max_tokens, max_length))
-        self._tokens = np.empty(self.capacity, np.int64)
+        self._tokens = np.full(self.capacity, -1, np.int64)
         self._tokens[: self.length] = prompt
+        self.drafts = 0  # tokens after the last one that are guesses, to be verified by a step
         self.state = State.WAITING
         self.computed, self.row, self.node, self.protected_len = 0, 0, None, 0
         self.namespace: Hashable = params.namespace
@@ -152,12 +162,15 @@ class Request:
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.timing = Timing()
         self.seed = 0 if params.seed is None else params.seed
-        self.grammar: Any = None  # the rules that its output keeps, and how far it is in them
+        self.grammar = grammar
+        self.penalised = params.penalises
         self.level: int | None = None  # which of the sampler's variants serve it; the sampler's own
-        self.stream: Any = None  # its TextStream
-        self.sink: Any = None  # where its deltas go; None: only the output is wanted
-        self.shown = self.told = 0  # output tokens that the text stream, and the deltas, have seen
-        self.fresh = ""  # text for the next delta
+        self.sink: deque[Delta] | None = (
+            None  # where its deltas go; None: only the output is wanted
+        )
+        self._text = text
+        self._read = self._told = 0  # output tokens that have become text, and that deltas brought
+        self._fresh = ""  # text for the next delta
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -170,29 +183,103 @@ class Request:
         return self._tokens[self.prompt_len : self.length]
 
     @property
+    def end(self) -> int:
+        """Tokens so far, drafts included."""
+        return self.length + self.drafts
+
+    @property
     def last_token(self) -> int:
         """The newest token, which has no K/V yet while the request is running."""
         return int(self._tokens[self.length - 1])
 
-    def append(self, token: int) -> str | None:
-        """Add a sampled token; returns ``"stop"``, ``"length"`` or ``"error"`` when it was the last
-        one, else None."""
+    def tokens(self, start: int, end: int) -> np.ndarray:
+        """Tokens `start` to `end - 1`, int64; drafts follow the output, and after them comes -1."""
+        return self._tokens[start:end]
+
+    def draft(self, tokens: Sequence[int]) -> None:
+        """Guess the tokens after the last one; the next step computes them all. Those that could
+        not be kept anyway are left out."""
+        self.drafts = max(0, min(len(tokens), self.capacity - self.length - 1))
+        self._tokens[self.length : self.length + self.drafts] = tokens[: self.drafts]
+
+    def drop_drafts(self) -> None:
+        """Forget the guesses that were not verified."""
+        self._tokens[self.length : self.length + self.drafts] = -1
+        self.drafts = 0
+
+    def extend(self, tokens: Iterable[int]) -> str | None:
+        """Add the tokens that a step chose, up to the first that ends the output.
+
+        Parameters
+        ----------
+        tokens
+            Token ids in order; -1 stands for logits that hold no finite maximum, and ends them.
+
+        Returns
+        -------
+        str or None
+            ``"stop"``, ``"length"`` or ``"error"`` (`error` says which) when the output ended.
+        """
+        self.drop_drafts()
+        for token in tokens:
+            if token < 0:
+                self.cache = False  # K/V behind broken logits must not be shared
+                self.error = BROKEN
+                return "error"
+            if reason := self._append(token):
+                return reason
+        return None
+
+    def _append(self, token: int) -> str | None:
         self._tokens[self.length] = token
         self.length += 1
         self.timing.tokens += 1
+        reason = None
         if self.grammar is not None and self.grammar.accept(token):
             self.error = self.grammar.error
-            return "error" if self.error else "stop"
-        if token in self.stop_ids:
-            return "stop"
-        return "length" if self.length == self.capacity else None
+            reason = "error" if self.error else "stop"
+        elif token in self.stop_ids:
+            reason = "stop"
+        elif self.length == self.capacity:
+            reason = "length"
+        if self._text is not None and (self.params.stop or self.sink is not None):
+            self._read_text(reason)
+            if self._text.stopped:
+                return "stop"
+        return reason
+
+    def _read_text(self, reason: str | None) -> None:
+        """Make text of the tokens that have none; `reason` says how the output ended, if it did."""
+        new = self.output_ids[self._read :].tolist()
+        self._read += len(new)
+        if new and reason == "stop" and new[-1] in self.stop_ids and not self.params.keep_stop:
+            new.pop()  # eos or a stop token is part of the tokens, not of the text
+        if self._text is not None:
+            self._fresh += self._text.push(new, final=reason is not None)
+
+    def _finish_text(self) -> None:
+        """The rest of the text, once the request has ended; a tokenizer that fails is its error."""
+        try:
+            if self.finish_reason is not None:
+                self._read_text(self.finish_reason)
+        except Exception as e:
+            self.finish_reason, self.error = "error", f"{type(e).__name__}: {e}"
+
+    def delta(self) -> Delta:
+        """Text and tokens since the last one; the last of all brings the output."""
+        output = None if self.finish_reason is None else self.output()
+        new = self.output_ids[self._told :].tolist()
+        self._told += len(new)
+        text, self._fresh = self._fresh, ""
+        return Delta(self.id, text, new, self.finish_reason, output)
 
     def output(self) -> Output:
         """The result so far, as the caller sees it."""
+        self._finish_text()
         return Output(
             id=self.id,
             prompt_token_ids=self._tokens[: self.prompt_len].tolist(),
-            text=self.stream.text if self.stream else "",
+            text=self._text.text if self._text else "",
             token_ids=self.output_ids.tolist(),
             cached_tokens=self.cached_tokens or 0,
             finish_reason=self.finish_reason,

@@ -46,11 +46,11 @@ class Sampler:
 
     def fill(self, batch: Batch, variant: str) -> None:
         """Give a batch what a graph of this variant reads beside the model's inputs."""
-        batch.knobs = _knobs(batch.sampled) if variant in DRAWS else None
+        batch.knobs = _knobs(batch.sampled, batch) if variant in DRAWS else None
         batch.mask = self._mask(batch.sampled) if variant in MASKED else None
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> Sampled:
-        """Choose a token for each request, outside any graph.
+        """Choose a token for each request, outside any graph, and read it.
 
         Parameters
         ----------
@@ -59,16 +59,22 @@ class Sampler:
         requests
             The n requests of the rows.
         """
+        return self.read(self.choose(logits, requests), requests)
+
+    def choose(
+        self, logits: torch.Tensor, requests: Sequence[Request], batch: Batch | None = None
+    ) -> torch.Tensor:
+        """What :func:`~minikv.engine.sampling.sample` makes of logits, on their device."""
         variant, device = self.variant(requests), logits.device
         if variant == "greedy":
-            return self.read(sample(logits, variant), requests)
+            return sample(logits, variant)
         if variant == "logits":
             variant = "grammar"  # which can do everything, once the logits are edited
         mask = self._mask(requests) if variant in MASKED else None
-        out = sample(
+        return sample(
             logits,
             variant,
-            _knobs(requests).to(device),
+            _knobs(requests, batch).to(device),
             None if mask is None else mask.to(device),
             edited=apply_edits(logits, requests),
             truncates=any(
@@ -76,7 +82,6 @@ class Sampler:
             ),
             top=max(r.params.logprobs or 0 for r in requests),
         )
-        return self.read(out, requests)
 
     @staticmethod
     def read(out: torch.Tensor, requests: Sequence[Request]) -> Sampled:
@@ -125,12 +130,18 @@ def _level(r: Request) -> int:
     return r.level
 
 
-def _knobs(requests: Sequence[Request]) -> torch.Tensor:
+def _knobs(requests: Sequence[Request], batch: Batch | None = None) -> torch.Tensor:
     """float64 `[n * 5]`: what each asks for, and its random number."""
+    lengths = [r.length for r in requests]
+    if batch is not None:  # the token before may not be known yet
+        lengths = (batch.positions[batch.logits_at] + 1).tolist()
     given = [
         (r.params.temperature, r.params.top_k, r.params.top_p, r.params.min_p) for r in requests
     ]
-    u = uniforms([r.seed for r in requests], [r.length - r.prompt_len for r in requests])
+    u = uniforms(
+        [r.seed for r in requests],
+        [n - r.prompt_len for n, r in zip(lengths, requests, strict=True)],
+    )
     return torch.from_numpy(np.column_stack((np.array(given, np.float64), u)).reshape(-1))
 
 

@@ -2,7 +2,7 @@
 lengths.
 
 All room is counted in whole pages, because that is how the allocator hands it out. Evictable pages
-of the prefix cache count as free: they are evicted at the moment somebody needs them. Continuous
+of the prefix cache count as free: they are evicted at the moment they are needed. Continuous
 batching is Orca's (Yu et al. 2022), chunked prefill Sarathi's (Agrawal et al. 2023), the growth
 ratio with retraction SGLang's.
 """
@@ -20,15 +20,13 @@ import torch
 from minikv.engine.batch import Batch
 from minikv.engine.policy import POLICIES, order, shared_key
 from minikv.engine.request import Request, State
-from minikv.engine.undivided import undivided
 from minikv.errors import ArgumentError, StateError
 
 _now = time.perf_counter
-RATIO, LEAST_RATIO, DECAY = (
-    0.7,
-    0.1,
-    0.001,
-)  # share of its remaining tokens that a running request is expected to use
+RATIO = 0.7  # the share of its remaining tokens that a running request is expected to use
+LEAST_RATIO = 0.1
+DECAY = 0.001  # of the ratio, at each step
+NO_ROOM = "the KV pool has no room: pages or nodes are held outside the engine"
 
 
 class Scheduler:
@@ -37,7 +35,7 @@ class Scheduler:
     Parameters
     ----------
     cache, allocator, table
-        Prefix cache, page allocator and request table; shared with nobody else while requests run.
+        Prefix cache, page allocator and request table; nothing else may use them while requests run.
     max_requests
         Most requests that hold a row at once.
     chunk_tokens
@@ -51,9 +49,13 @@ class Scheduler:
         Longest prompt; default: the table's width.
     emit
         Receives events, see :mod:`minikv.engine.events`.
-    on_token
-        Called after each token with the request and its reason to stop, if any; returns the reason
-        that counts. This is how stop texts end a request without the scheduler knowing a tokenizer.
+
+    Attributes
+    ----------
+    waiting, prefilling, running
+        Requests by state. Between steps at most one is in `prefilling`: the partial request.
+    ended
+        Requests that ended and whose last delta is still to be delivered.
     """
 
     def __init__(
@@ -68,7 +70,6 @@ class Scheduler:
         mixed: bool = False,
         max_context: int | None = None,
         emit: Callable[..., None] | None = None,
-        on_token: Callable[[Request, str | None], str | None] | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ArgumentError("policy", policy, f"use one of {', '.join(POLICIES)}")
@@ -81,20 +82,13 @@ class Scheduler:
         self.max_context = table.table.shape[1] if max_context is None else max_context
         self.page_size = allocator.page_size
         self.waiting: list[Request] = []
-        self.prefilling: list[Request] = []  # between steps at most one: the partial request
+        self.prefilling: list[Request] = []
         self.running: list[Request] = []
+        self.ended: list[Request] = []
         self.ratio = RATIO
-        self.ended: list[Request] = []  # since whoever tells the callers last cleared it
         self._emit = emit or (lambda event, **fields: None)
-        self._on_token = on_token or (lambda request, reason: reason)
         self._arrivals = self._admissions = 0
-        self.busy, self.aborts = (
-            False,
-            [],
-        )  # amid a method that is not to be divided; ids to abort after it
-        self._before: tuple[Batch, Sequence[int]] | None = (
-            None  # the step before and its tokens, if it was a decode
-        )
+        self._last: Batch | None = None  # the step before, if it was a decode
 
     # ---- the queue
 
@@ -102,17 +96,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.waiting or self.prefilling or self.running)
-
-    @property
-    def decodes_fit(self) -> bool:
-        """Whether every running request can take its next token without retraction."""
-        return self._decode_need() <= self._room()
-
-    @property
-    def nobody_joins(self) -> bool:
-        """Whether the next step only decodes: nobody is being prefilled, and nobody waits or finds
-        a row."""
-        return not self.prefilling and (not self.waiting or not self._rows_left())
 
     def check_prompt(self, length: int) -> None:
         """Raise ArgumentError for a prompt length that could never run."""
@@ -128,7 +111,6 @@ class Scheduler:
             remedy = f"tokens are more than the KV pool of {self.allocator.size}; raise kv_tokens or shorten the prompt"
             raise ArgumentError("prompt", length, remedy)
 
-    @undivided
     def add(self, request: Request) -> None:
         """Put a request into the queue.
 
@@ -145,108 +127,135 @@ class Scheduler:
         if request.length == request.capacity:  # nothing to generate, nothing to compute
             self.finish(request, "length")
 
-    def abort(self, id: int) -> Request | None:
-        """End a request wherever it is; returns it, or None when no unfinished request has this id."""
-        found = next(
-            (r for r in (*self.waiting, *self.prefilling, *self.running) if r.id == id), None
-        )
-        if (
-            found is not None and self.busy
-        ):  # a listener asks, amid a method of this class: it comes after that
-            self.aborts.append(id)
-        elif found is not None:
-            self.finish(found, "abort")
-        return found
+    def find(self, id: int) -> Request | None:
+        """The unfinished request with this id."""
+        live = (*self.waiting, *self.prefilling, *self.running)
+        return next((r for r in live if r.id == id), None)
 
-    @undivided
+    def abort(self, id: int) -> Request | None:
+        """End a request, between steps; returns it, or None when no unfinished one has this id."""
+        request = self.find(id)
+        if request is not None:
+            self.finish(request, "abort")
+        return request
+
     def finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """End a request: its whole pages go to the prefix cache, all else is given back."""
         self._release(request, State.FINISHED)
         request.finish_reason, request.error = reason, error
         request.timing.finished = _now()
         self.ended.append(request)
-        self._emit(
-            "finish", id=request.id, reason=reason, generated=request.length - request.prompt_len
-        )
+        generated = request.length - request.prompt_len
+        self._emit("finish", id=request.id, reason=reason, generated=generated)
 
     def _release(self, request: Request, state: State) -> None:
-        holders = {
-            State.WAITING: self.waiting,
-            State.PREFILL: self.prefilling,
-            State.RUNNING: self.running,
-        }
-        holders[request.state].remove(request)
-        if request.state is not State.WAITING:
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        else:
+            holders = self.running if request.state is State.RUNNING else self.prefilling
+            holders.remove(request)
+            request.drop_drafts()
             self.cache.cache_finished(request)
             request.computed, request.probe = 0, None
         request.state = state
 
     # ---- a step
 
-    @undivided
     def next_batch(self) -> Batch | None:
         """What to run now, with rows and slots assigned; None when every request is done."""
-        self.ratio = max(LEAST_RATIO, self.ratio - DECAY)
         while self.has_work:
             if self.mixed:
                 self._make_decode_room()
             chunks = self._plan_chunks()
             if chunks:
-                return self._extend_batch(chunks)
+                spans = chunks + self._next_tokens() if self.mixed else chunks
+                self.make_room(sum(self._new(start, end) for _, start, end in spans))
+                return self._batch(spans)
             if self.running:
                 self._make_decode_room()
                 if self.running:
-                    return self._decode_batch()
-            elif self.waiting or self.prefilling:  # nobody runs, so nobody will give pages back
+                    return self._batch(self._next_tokens(), self._last)
+            elif self.waiting or self.prefilling:  # no request runs that will give pages back
                 stuck = (*self.prefilling, *order(self.policy, self.waiting, self._probe))[0]
-                self.finish(
-                    stuck,
-                    "error",
-                    "the KV pool has no room: pages or nodes are held outside the engine",
-                )
+                self.finish(stuck, "error", NO_ROOM)
         return None
 
-    @undivided
+    def follow(self, batch: Batch) -> Batch | None:
+        """The same rows one token further, while the tokens of `batch` are still on the device.
+
+        Rows that end by length are left out. None when there is no such step: when `batch` is no
+        decode step, when a waiting request could be admitted or a prompt goes on, when a grammar or
+        a penalty must see the token first, and when room would need a retraction.
+        """
+        if not batch.decode or self._may_admit():
+            return None
+        going = [
+            r for r in batch.requests if r.state is State.RUNNING and r.length + 1 < r.capacity
+        ]
+        ending = self.waiting and len(going) < len(batch.requests)  # its row could be taken
+        if not going or ending or any(r.grammar is not None or r.penalised for r in going):
+            return None
+        if not self.make_room(sum(self._new(r.length, r.length + 1) for r in going)):
+            return None
+        return self._batch([(r, r.length, r.length + 1) for r in going], batch)
+
     def process(
-        self, batch: Batch, tokens: Sequence[int], logprobs: Sequence[Any] | None = None
+        self,
+        batch: Batch,
+        tokens: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[Any]] | None = None,
     ) -> None:
-        """Record a step that has run: progress, then the token of each of `batch.sampled` (-1:
-        unusable logits)."""
-        now, ended = _now(), []
-        sampled = zip(batch.sampled, tokens, strict=True)
-        live = [
-            (i, r, t) for i, (r, t) in enumerate(sampled) if r.state is not State.FINISHED
-        ]  # not aborted since
-        self._before = (batch, tokens) if batch.kind == "decode" else None
-        for request, computed in zip(batch.requests, batch.seq_lens.tolist(), strict=True):
-            request.computed = computed
-        for i, request, token in live:
-            if token < 0:
-                request.cache = False  # K/V behind broken logits must not be shared
-                ended.append(
-                    (
-                        request,
-                        "error",
-                        "the model's logits hold no finite maximum (NaN or infinity)",
-                    )
-                )
+        """Record a step that has run: progress, and the tokens it chose.
+
+        Parameters
+        ----------
+        batch
+            From :meth:`next_batch` or :meth:`follow`. Requests that ended while it ran are skipped.
+        tokens
+            For each of ``batch.sampled`` the tokens it gets, at least one: those of its drafts that
+            were accepted, and one more. -1 as the last stands for unusable logits. A request that
+            gets fewer tokens than it computed gives the slots of the others back.
+        logprobs
+            For each of ``batch.sampled`` as many records as tokens.
+        """
+        now = _now()
+        self.ratio = max(LEAST_RATIO, self.ratio - DECAY)
+        self._last = batch if batch.decode else None
+        extends, decodes, got, ended = [], [], [], []
+        for request, new in zip(batch.requests, batch.new_lens.tolist(), strict=True):
+            if request.state is not State.FINISHED:
+                request.computed += new
+                steps = decodes if request.state is State.RUNNING else extends
+                steps.append([request.id, new])
+        for i, request in enumerate(batch.sampled):
+            if request.state is State.FINISHED:
                 continue
-            timing = request.timing
-            timing.first_token, timing.last_token = timing.first_token or now, now
-            if logprobs is not None and request.logprobs is not None:
-                request.logprobs.append(logprobs[i])
+            before = request.length
             try:
-                reason = self._on_token(request, request.append(token))
-            except Exception as e:  # of its grammar or its tokenizer: the others go on
+                reason = request.extend(tokens[i])
+            except Exception as e:  # its grammar or its tokenizer failed: the others go on
                 reason, request.error = "error", f"{type(e).__name__}: {e}"
+            new = request.length - before
+            if new:
+                got.append([request.id, new])
+                request.timing.first_token = request.timing.first_token or now
+                request.timing.last_token = now
+            if logprobs is not None and request.logprobs is not None:
+                request.logprobs += logprobs[i][:new]
+            rejected = request.computed >= request.length  # drafts, or what lies behind a stop
+            request.computed = min(request.computed, request.length - 1)
             if reason:
-                ended.append((request, reason, request.error))
-        self._emit_step(batch, [r.id for _, r, token in live if token >= 0])
-        if ended or batch.kind == "extend":
+                ended.append((request, reason))
+            elif rejected:
+                tail = self.table.truncate(request.row, request.computed)
+                self.allocator.free(tail[-request.computed % self.page_size :])
+        if extends or decodes:
+            self._emit_step(batch.kind, extends, decodes, got)
+        if ended or not batch.decode:
             with self.allocator.free_group():
                 self._after_prefill(batch)
-                for request, reason, error in ended:
-                    self.finish(request, reason, error)
+                for request, reason in ended:
+                    self.finish(request, reason, request.error)
 
     def _after_prefill(self, batch: Batch) -> None:
         for request in batch.requests:
@@ -258,60 +267,75 @@ class Scheduler:
                 request.state = State.RUNNING
                 self.running.append(request)
 
-    @undivided
     def rollback(self) -> None:
-        """After a step that failed: whoever holds a row waits again; what was computed before goes
-        to the cache."""
+        """After a step that failed: every request that holds a row waits again; what was computed
+        before goes to the cache."""
+        self._last = None
         for request in (*self.prefilling, *self.running):
             self._retract(request)
 
-    # ---- extend
+    # ---- admission
 
-    def _plan_chunks(self) -> list[tuple[Request, int]]:
-        """Requests and how many tokens of each shall have K/V after the step."""
-        if self.nobody_joins:
+    @property
+    def _only_decodes(self) -> bool:
+        """Whether no prompt is being computed, and no waiting request would find a row."""
+        return not self.prefilling and not (self.waiting and self._rows_left())
+
+    def _may_admit(self) -> bool:
+        """Whether the next step may do more than decode."""
+        if self._only_decodes:
+            return False
+        claimed = sum(self._growth(r) for r in self.running)
+        queue = order(self.policy, self.waiting, self._probe)
+        return bool(self.prefilling) or self._fits(queue[0], claimed)
+
+    def _plan_chunks(self) -> list[tuple[Request, int, int]]:
+        """Requests, and from where to where each is computed in this step."""
+        if self._only_decodes:
             return []
         budget = self.chunk_tokens - (len(self.running) if self.mixed else 0)
         claimed = sum(self._growth(r) for r in self.running)
-        chunks: list[tuple[Request, int]] = []
+        chunks: list[tuple[Request, int, int]] = []
         for r in self.prefilling:  # the partial request goes on first
             end = min(r.length, r.computed + budget)
-            if (
-                end == r.computed
-                or self._new(r.computed, end) + self._decode_need() * self.mixed > self._room()
-            ):
+            beside = self._decode_need() if self.mixed else 0
+            if end == r.computed or self._new(r.computed, end) + beside > self._room():
                 return []  # decodes go on and will give pages back
-            chunks.append((r, end))
+            chunks.append((r, r.computed, end))
             budget -= end - r.computed
             claimed += self._new(r.computed, r.length) + self._growth(r)
-        if any(end < r.length for r, end in chunks):
+        if any(end < r.length for r, _, end in chunks) or budget < 1 or not self._rows_left():
             return chunks
-        busy = {self._shared(r, r.node, r.protected_len) for r, _ in chunks} - {None}
-        queue = (
-            order(self.policy, self.waiting, self._probe)
-            if budget > 0 and self._rows_left()
-            else []
-        )
-        for r in queue:
+        busy = {self._shared(r, r.node, r.protected_len) for r, _, _ in chunks} - {None}
+        for r in order(self.policy, self.waiting, self._probe):
             if budget < 1 or not self._rows_left():
                 break
             if self._shared(r, *self._probe(r)) in busy:
-                continue  # another request is computing this beginning right now: wait for its cache
-            if not self._admit(r, claimed):
+                continue  # another request computes this beginning right now: wait for its cache
+            if not self._fits(r, claimed):
                 break
+            self._admit(r)
             busy |= {self._shared(r, r.node, r.protected_len)} - {None}
             claimed += self._new(r.computed, r.length) + self._growth(r)
             end = min(r.length, r.computed + budget)
             budget -= end - r.computed
-            chunks.append((r, end))
+            chunks.append((r, r.computed, end))
         return chunks
 
-    def _admit(self, r: Request, claimed: int) -> bool:
+    def _fits(self, r: Request, claimed: int) -> bool:
+        """Whether there is room to admit `r` beside what is claimed. It only looks: a request that
+        goes on waiting does not use its prefix."""
+        node, cached = self._probe(r)
+        protected = 0
+        while node is not None:
+            protected += len(node.key) if node.lock_count else 0
+            node = node.parent
+        evictable = max(0, cached - protected)  # what it locks is no longer room
+        return claimed + self._new(cached, r.length) + evictable <= self._room()
+
+    def _admit(self, r: Request) -> None:
         match = self.cache.match_prefix(r.token_ids[:-1] if r.cache else (), r.namespace)
-        self.cache.lock(match.node)  # first: what is matched is no longer evictable
-        if claimed + self._new(match.length, r.length) > self._room():
-            self.cache.unlock(match.node)
-            return False
+        self.cache.lock(match.node)
         (r.row,) = self.table.alloc(1)
         r.node, r.computed, r.protected_len = match.node, match.length, match.length
         self.table.write([r.row], [0], [match.length], match.slots)
@@ -324,71 +348,64 @@ class Scheduler:
         if not again:
             r.cached_tokens, r.timing.admitted = match.length, _now()
         self._emit("admit", id=r.id, cached_tokens=match.length, again=again)
-        return True
 
-    def _extend_batch(self, chunks: list[tuple[Request, int]]) -> Batch:
-        requests = [r for r, _ in chunks]
-        ends = [end for _, end in chunks]
-        if self.mixed:
-            requests, ends = requests + self.running, ends + [r.length for r in self.running]
-        starts = [r.computed for r in requests]
-        self.make_room(sum(map(self._new, starts, ends)))
-        rows, prefix_lens, seq_lens = (
-            torch.tensor(v) for v in ([r.row for r in requests], starts, ends)
-        )
-        ends_at = (seq_lens - prefix_lens).cumsum(0)
-        last_slots = self.table.last_slots(rows, prefix_lens)
-        slots = self.allocator.alloc_extend(prefix_lens, seq_lens, last_slots, int(ends_at[-1]))
-        self._write(rows, prefix_lens, seq_lens, slots)
-        spans = list(zip(requests, starts, ends, strict=True))
-        whole = [i for i, r in enumerate(requests) if ends[i] == r.length]
-        token_ids = torch.from_numpy(np.concatenate([r.token_ids[a:b] for r, a, b in spans]))
-        positions = torch.from_numpy(np.concatenate([np.arange(a, b) for _, a, b in spans]))
+    # ---- rows and slots
+
+    def _next_tokens(self) -> list[tuple[Request, int, int]]:
+        return [(r, r.computed, r.end) for r in self.running]
+
+    def _batch(self, spans: list[tuple[Request, int, int]], last: Batch | None = None) -> Batch:
+        """A step over the tokens of each request from its start to its end; there is room for them.
+
+        Where `last` ran the same requests up to these starts, their rows and last slots are known.
+        """
+        requests = [r for r, _, _ in spans]
+        if last is not None and last.requests == requests:
+            rows, prefix_lens, last_slots = last.rows, last.seq_lens, last.out_slots
+        else:
+            rows = torch.tensor([r.row for r in requests])
+            prefix_lens = torch.tensor([start for _, start, _ in spans])
+            last_slots = self.table.last_slots(rows, prefix_lens)
+        seq_lens = torch.tensor([end for _, _, end in spans])
+        new_lens = seq_lens - prefix_lens
+        token_ids = np.concatenate([r.tokens(start, end) for r, start, end in spans])
+        if token_ids.size == len(spans):
+            slots = self.allocator.alloc_decode(seq_lens, last_slots)
+            positions = prefix_lens
+        else:
+            slots = self.allocator.alloc_extend(prefix_lens, seq_lens, last_slots, token_ids.size)
+            positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
+        if slots is None:
+            raise StateError(
+                "the allocator refused pages it counted as free; llm.cache.check() names the holder"
+            )
+        self.table.write(rows, prefix_lens, seq_lens, slots)
+        whole = [i for i, (r, _, end) in enumerate(spans) if end >= r.end]
+        sampled = requests if len(whole) == len(spans) else [requests[i] for i in whole]
+        logits_at = new_lens.cumsum(0)[whole] - 1
+        if any(r.drafts for r in sampled):
+            ends_at = zip(sampled, logits_at.tolist(), strict=True)
+            logits_at = torch.cat([torch.arange(at - r.drafts, at + 1) for r, at in ends_at])
+        decode = token_ids.size == len(spans) and all(r.state is State.RUNNING for r in requests)
         return Batch(
-            kind="extend", requests=requests, token_ids=token_ids, positions=positions, rows=rows,
-            prefix_lens=prefix_lens, seq_lens=seq_lens, out_slots=slots,
-            sampled=[requests[i] for i in whole], logits_at=ends_at[whole] - 1,
+            requests, torch.from_numpy(token_ids), positions, rows, prefix_lens, seq_lens, new_lens,
+            slots, sampled, logits_at, decode,
         )  # fmt: skip
 
     # ---- decode
 
-    def _decode_batch(self) -> Batch:
-        requests, before = list(self.running), self._before
-        if (
-            before is not None and before[0].requests == requests
-        ):  # nobody joined or left: everyone has one token more
-            last, tokens = before
-            rows, prefix_lens, logits_at, last_slots = (
-                last.rows,
-                last.seq_lens,
-                last.logits_at,
-                last.out_slots,
-            )
-            seq_lens = prefix_lens + 1
-        else:
-            tokens, logits_at = [r.last_token for r in requests], torch.arange(len(requests))
-            rows, seq_lens = (
-                torch.tensor([r.row for r in requests]),
-                torch.tensor([r.length for r in requests]),
-            )
-            prefix_lens = seq_lens - 1
-            last_slots = self.table.last_slots(rows, prefix_lens)
-        slots = self.allocator.alloc_decode(seq_lens, last_slots)
-        self._write(rows, prefix_lens, seq_lens, slots)
-        return Batch(
-            kind="decode", requests=requests, token_ids=torch.tensor(tokens), positions=prefix_lens, rows=rows,
-            prefix_lens=prefix_lens, seq_lens=seq_lens, out_slots=slots, sampled=requests, logits_at=logits_at,
-        )  # fmt: skip
-
     def _make_decode_room(self) -> None:
-        """Retract the newest requests until every running one can take its next token."""
+        """Retract the newest requests until every running one can take its next tokens."""
         retracted = False
         while self.running and not self.make_room(self._decode_need()):
+            if any(r.drafts for r in self.running):
+                for r in self.running:
+                    r.drop_drafts()
+                continue
             holders = sorted((*self.running, *self.prefilling), key=lambda r: r.admission)
             if len(holders) == 1:
-                size = self.allocator.size
-                error = f"needs more than the KV pool of {size} tokens; raise kv_tokens or lower max_tokens"
-                self.finish(holders[0], "error", error)
+                needs = f"needs more than the KV pool of {self.allocator.size} tokens"
+                self.finish(holders[0], "error", f"{needs}; raise kv_tokens or lower max_tokens")
                 return
             self._retract(holders[-1])
             retracted = True
@@ -414,7 +431,7 @@ class Scheduler:
         return self._new(kv, kv + math.ceil(self.ratio * (r.capacity - r.length)))
 
     def _decode_need(self) -> int:
-        return sum((r.length - 1) % self.page_size == 0 for r in self.running) * self.page_size
+        return sum(self._new(start, end) for _, start, end in self._next_tokens())
 
     def _room(self) -> int:
         return self.allocator.available_size() + self.cache.evictable_size
@@ -432,19 +449,6 @@ class Scheduler:
             and self.table.available_size() > 0
         )
 
-    def _write(
-        self,
-        rows: torch.Tensor,
-        starts: torch.Tensor,
-        ends: torch.Tensor,
-        slots: torch.Tensor | None,
-    ) -> None:
-        if slots is None:
-            raise StateError(
-                "the allocator refused pages it counted as free; llm.cache.check() names who holds them"
-            )
-        self.table.write(rows, starts, ends, slots)
-
     def _probe(self, r: Request) -> tuple[Any, int]:
         stats = self.cache.stats
         version = (stats.inserted, stats.evicted, stats.splits)
@@ -455,15 +459,13 @@ class Scheduler:
     def _shared(self, r: Request, node: Any, cached: int) -> tuple | None:
         return None if self.cache.disable else shared_key(r, node, cached, self.page_size)
 
-    def _emit_step(self, batch: Batch, got: list[int]) -> None:
-        decode = batch.kind == "decode"
-        new = () if decode else (batch.seq_lens - batch.prefix_lens).tolist()
+    def _emit_step(self, kind: str, extends: list, decodes: list, sampled: list) -> None:
         self._emit(
             "step",
-            kind=batch.kind,
-            extends=[[r.id, n] for r, n in zip(batch.requests, new, strict=False)],
-            decodes=[r.id for r in batch.requests] if decode else [],
-            sampled=got,
+            kind=kind,
+            extends=extends,
+            decodes=decodes,
+            sampled=sampled,
             waiting=len(self.waiting),
             running=len(self.running) + len(self.prefilling),
             available=self.allocator.available_size(),

@@ -89,27 +89,27 @@ class Stats:
     queue_time: Histogram = field(default_factory=Histogram)
     ttft: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
-    _queued: dict[int, float] = field(
-        default_factory=dict, repr=False
-    )  # id -> when, until the first token
-    _last: dict[int, float] = field(
-        default_factory=dict, repr=False
-    )  # id -> time of the last token, from the first on
+    # by id: when it was added, until the first token; then, when its last token came
+    _queued: dict[int, float] = field(default_factory=dict, repr=False)
+    _last: dict[int, float] = field(default_factory=dict, repr=False)
 
     def update(self, e: dict) -> None:
         """Take one event of :mod:`minikv.engine.events`."""
         kind, t = e["event"], e["t"]
         if kind == "step":
             self.steps += 1
-            self.computed_tokens += sum(n for _, n in e["extends"]) + len(e["decodes"])
-            self.generated_tokens += len(e["sampled"])
-            for last, times in Counter(
-                map(self._last.get, e["sampled"])
-            ).items():  # mostly one: the step before
+            self.computed_tokens += sum(n for _, n in (*e["extends"], *e["decodes"]))
+            ids = [id for id, _ in e["sampled"]]
+            tokens = sum(n for _, n in e["sampled"])
+            self.generated_tokens += tokens
+            since = Counter(map(self._last.get, ids))  # mostly one: the time of the step before
+            for last, times in since.items():
                 if last is not None:
                     self.inter_token.add(t - last, times)
-            self._last.update(dict.fromkeys(e["sampled"], t))
-            for id in self._queued.keys() & e["sampled"]:
+            if tokens > len(ids):  # those of one step come together
+                self.inter_token.add(0.0, tokens - len(ids))
+            self._last.update(dict.fromkeys(ids, t))
+            for id in self._queued.keys() & ids:
                 self.ttft.add(t - self._queued.pop(id))
         elif kind == "add":
             self.added += 1

@@ -199,9 +199,8 @@ def _inside(llm: LLM, batch: int) -> dict[str, Any]:
     for _ in range(60):
         synchronize(llm.device)
         started = perf_counter()
-        llm._ahead.advance()
+        llm.step()
         host.append(perf_counter() - started)
-    llm._ahead.land()
     runner._replay = replay
     for request in requests:
         llm.abort(request.id)

@@ -136,7 +136,7 @@ def _read(log: list[Mapping[str, Any]], by: str) -> tuple[dict, list[dict], list
             begin = step - 1 if by == "step" else now
             for one, what in [
                 *((i, "prefill") for i, _ in e["extends"]),
-                *((i, "decode") for i in e["decodes"]),
+                *((i, "decode") for i, _ in e["decodes"]),
             ]:
                 line = spans.setdefault(one, [])
                 if line and line[-1][2] == what and line[-1][1] == begin:

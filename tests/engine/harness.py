@@ -84,7 +84,7 @@ class Engine:
         self.invariants()
         return batch
 
-    def compute(self, batch) -> list[int]:
+    def compute(self, batch) -> list[list[int]]:
         slots = batch.out_slots.numpy()
         assert slots.min() >= self.allocator.page_size, "page 0 belongs to padding"
         assert len(set(slots.tolist())) == len(slots) == batch.num_tokens
@@ -95,7 +95,7 @@ class Engine:
         ):
             seen = self.kv[self.table.table[row, :n].numpy()]
             if request in batch.sampled:
-                tokens.append(zlib.crc32(np.ascontiguousarray(seen).tobytes()) % VOCAB)
+                tokens.append([zlib.crc32(np.ascontiguousarray(seen).tobytes()) % VOCAB])
         assert batch.token_ids[batch.logits_at].tolist() == [r.last_token for r in batch.sampled]
         return tokens
 

@@ -209,9 +209,9 @@ def decoding(llm: LLM, n: int):
 
 
 def cut(batch, n: int):
-    names = ("token_ids", "positions", "rows", "prefix_lens", "seq_lens", "out_slots", "logits_at")
-    fields = {name: getattr(batch, name)[:n] for name in names}
-    return type(batch)("decode", batch.requests[:n], **fields, sampled=batch.sampled[:n])
+    fields = vars(batch) | {"knobs": None, "mask": None}
+    sliceable = (list, torch.Tensor)
+    return type(batch)(**{k: v[:n] if isinstance(v, sliceable) else v for k, v in fields.items()})
 
 
 def many(params: list[SamplingParams], **changes) -> list[SamplingParams]:

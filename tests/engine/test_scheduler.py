@@ -369,7 +369,7 @@ def test_broken_logits_end_one_request_and_leave_nothing_in_the_cache():
     engine.add(range(8)), engine.add([30] * 8)
     batch = engine.scheduler.next_batch()
     tokens = engine.compute(batch)
-    engine.scheduler.process(batch, [-1, tokens[1]])
+    engine.scheduler.process(batch, [[-1], tokens[1]])
     engine.run()
     finished(engine, "error", "length")
     assert engine.cache.peek(list(range(8)))[1] == 0

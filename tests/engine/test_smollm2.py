@@ -148,11 +148,14 @@ class Forced:
     def variant(self, requests):
         return "logits"
 
-    def __call__(self, logits, requests):
-        said = [self.texts[r.id][r.length - r.prompt_len] for r in requests]
+    def choose(self, logits, requests, batch):
+        said = torch.tensor([self.texts[r.id][r.length - r.prompt_len] for r in requests])
         self.positions += len(said)
-        self.agree += int((logits.argmax(-1) == torch.tensor(said)).sum())
-        return Sampled(said)
+        self.agree += int((logits.argmax(-1) == said).sum())
+        return said
+
+    def read(self, out, requests):
+        return Sampled(out.tolist())
 
 
 def test_fp8_cache_prefers_the_same_tokens_on_the_fp32_text(build):

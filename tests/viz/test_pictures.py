@@ -385,10 +385,10 @@ def _events() -> list[dict]:
         {"t": 0.1, "event": "admit", "id": 7, "cached_tokens": 0, "again": False},
         step(1.0, [[7, 13]], []),
         {"t": 1.1, "event": "admit", "id": 8, "cached_tokens": 8, "again": False},
-        step(2.0, [[8, 5]], [7]),
-        step(3.0, [], [7, 8]),
+        step(2.0, [[8, 5]], [[7, 1]]),
+        step(3.0, [], [[7, 1], [8, 1]]),
         {"t": 3.1, "event": "retract", "id": 8},
-        step(4.0, [], [7]),
+        step(4.0, [], [[7, 1]]),
         {"t": 4.1, "event": "finish", "id": 7, "reason": "stop", "generated": 3},
     ]
 

@@ -11,7 +11,8 @@ import pytest
 from worlds import give_graphs
 
 from minikv import LLM, SamplingParams
-from minikv.engine.undivided import shielded
+from minikv.engine import Request
+from minikv.engine.turns import Turns
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [9] * 13]
 PARAMS = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
@@ -29,7 +30,7 @@ def engine(ahead: bool = False, **options: Any) -> LLM:
     llm = LLM("tiny", device="cpu", progress=False, **options)
     if ahead:
         give_graphs(llm, [1, 2, 4])
-        llm._ahead.enabled = True
+        llm.overlaps = True
     return llm
 
 
@@ -39,7 +40,7 @@ def want() -> list[list[int]]:
 
 
 def idle(llm: LLM) -> None:
-    assert llm._ahead.flight is None
+    assert llm._flight is None
     assert not llm.has_work
     llm.cache.check(owned=())
     assert llm.allocator.available_size() + llm.cache.evictable_size == llm.allocator.size
@@ -122,8 +123,8 @@ def test_ctrl_c_between_steps_keeps_every_token(monkeypatch, want) -> None:
 def test_a_second_ctrl_c_while_the_first_is_cleaned_up(monkeypatch, want) -> None:
     llm = engine(ahead=True)
     once(monkeypatch, llm.scheduler, "process", 4, press)
-    land = llm._ahead.land
-    monkeypatch.setattr(llm._ahead, "land", lambda: (press(), land()))
+    abort = llm.scheduler.abort
+    monkeypatch.setattr(llm.scheduler, "abort", lambda id: (press(), abort(id))[1])
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, PARAMS)
     monkeypatch.undo()
@@ -131,36 +132,39 @@ def test_a_second_ctrl_c_while_the_first_is_cleaned_up(monkeypatch, want) -> Non
     assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
 
 
-def test_a_shield_in_a_shield_and_an_error_in_it() -> None:
-    done = []
+def test_a_turn_in_a_turn_and_an_error_in_it() -> None:
+    done, turns = [], Turns()
 
-    @shielded
     def twice() -> None:
-        with shielded:
-            press()
-            done.append(1)
-        done.append(2)
+        with turns:
+            with turns:
+                press()
+                done.append(turns.depth)
+            done.append(turns.depth)
 
     with pytest.raises(KeyboardInterrupt):
         twice()
-    assert done == [1, 2]
-    with pytest.raises(ZeroDivisionError), shielded:
+    assert done == [2, 1]
+    assert turns.depth == 0
+    with pytest.raises(ZeroDivisionError), turns:
         1 / 0  # noqa: B018
+    assert turns.depth == 0
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, 9])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_tokenizer_that_fails_ends_one_request(monkeypatch, want, ahead, at) -> None:
     llm = engine(ahead)
-    calls = [0]
+    real, calls = Request.extend, [0]
 
-    def fail(*args: Any, **kwargs: Any) -> str | None:
+    def fail(request: Request, tokens: list[int]) -> str | None:
+        reason = real(request, tokens)
         calls[0] += 1
         if calls[0] == at:
             raise RuntimeError("no such file: vocab.txt")
-        return args[1]
+        return reason
 
-    llm.scheduler._on_token = fail
+    monkeypatch.setattr(Request, "extend", fail)
     outs = llm.generate(PROMPTS, PARAMS)
     [bad] = [i for i, o in enumerate(outs) if o.finish_reason == "error"]
     assert outs[bad].error == "RuntimeError: no such file: vocab.txt"
