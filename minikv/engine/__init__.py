@@ -1,9 +1,11 @@
-"""Floor 5: from prompts to tokens. Requests wait, are put into batches, run, are sampled, and their
+"""Floor 7: from prompts to tokens. Requests wait, are put into batches, run, are sampled, and their
 text streams out.
 
-Read in this order: ``params`` and ``request`` (what travels), ``scheduler`` (who runs next),
-``sampler`` (which token), ``grammar`` (which tokens may come), ``text`` (tokens to text), ``llm``
-(the loop that joins them), ``events`` and ``stats`` (what can be measured).
+Read in this order: ``params``, ``request`` and ``batch`` (what travels); ``policy`` and
+``scheduler`` (what runs next); ``step`` (what a step computes), ``sampling`` and ``sampler`` (which
+token), ``grammar`` (which tokens may come); ``text`` (tokens to text); ``llm`` (the loop that joins
+them) and ``turns`` (its callers, one at a time); ``events`` and ``stats`` (what can be measured).
+Beside them: ``prompts`` and ``options`` (what callers pass), ``argmax`` (its kernel).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from minikv.engine.batch import Batch
-from minikv.engine.events import EventLog, read_events, request_metrics
+from minikv.engine.events import EventLog
 from minikv.engine.params import SamplingParams
 from minikv.engine.request import Delta, Output, Request, State, Timing, TokenLogprob
 from minikv.engine.scheduler import Scheduler
@@ -38,15 +40,10 @@ __all__ = [
     "TextStream",
     "Timing",
     "TokenLogprob",
-    "read_events",
-    "request_metrics",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in (
-        "LLM",
-        "Sampler",
-    ):  # on first use: the scheduler alone needs neither models nor kernels
+    if name in ("LLM", "Sampler"):  # on first use: the scheduler needs neither models nor kernels
         return getattr(import_module(f"minikv.engine.{name.lower()}"), name)
     raise AttributeError(f"module 'minikv.engine' has no attribute {name!r}")

@@ -8,8 +8,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minikv.errors import StateError
-
 REASONS = ("stop", "length", "abort", "error", "refused")
 
 
@@ -129,7 +127,8 @@ class Stats:
 
     def snapshot(self, **levels: Any) -> Stats:
         """A copy that no longer changes, with the levels filled in."""
-        copies = {name: getattr(self, name).copy() for name in ("requests", *_HISTOGRAMS)}
+        kept = ("requests", "queue_time", "ttft", "inter_token")
+        copies = {name: getattr(self, name).copy() for name in kept}
         return replace(self, **copies, **levels, _queued={}, _last={})
 
     def prometheus(self) -> str:
@@ -140,68 +139,6 @@ class Stats:
         StateError
             When the optional package prometheus_client is not installed.
         """
-        try:
-            from prometheus_client import CollectorRegistry, generate_latest
-            from prometheus_client.core import (
-                CounterMetricFamily,
-                GaugeMetricFamily,
-                HistogramMetricFamily,
-            )
-        except ImportError as e:
-            raise StateError(
-                "llm.stats().prometheus() needs prometheus_client: pip install -c constraints.txt -e '.[metrics]'"
-            ) from e
-        ended = CounterMetricFamily(
-            "minikv_requests", "Requests that ended, by reason", labels=["reason"]
-        )
-        for reason, n in self.requests.items():
-            ended.add_metric([reason], n)
-        families: list = [ended]
-        for family, texts in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
-            families += [
-                family(f"minikv_{name}", text, value=getattr(self, name))
-                for name, text in texts.items()
-            ]
-        for name, text in _HISTOGRAMS.items():
-            h, family = getattr(self, name), HistogramMetricFamily(f"minikv_{name}_seconds", text)
-            below = [sum(h.counts[: i + 1]) for i in range(len(h.counts))]
-            names = [*map(str, h.bounds), "+Inf"]
-            family.add_metric([], list(zip(names, below, strict=True)), h.total)
-            families.append(family)
-        registry = CollectorRegistry()
-        registry.register(_Fixed(families))
-        return generate_latest(registry).decode()
+        from minikv.measure.prometheus import render
 
-
-class _Fixed:
-    """A Prometheus collector of metrics that are already there."""
-
-    def __init__(self, families: list) -> None:
-        self._families = families
-
-    def collect(self) -> list:
-        return self._families
-
-
-_COUNTERS = {
-    "added": "Requests that entered the queue",
-    "prompt_tokens": "Tokens of prompts",
-    "cached_tokens": "Prompt tokens found in the prefix cache",
-    "computed_tokens": "Tokens run through the model",
-    "generated_tokens": "Tokens sampled",
-    "steps": "Steps of the engine",
-    "retractions": "Requests taken out of the batch for lack of pages",
-    "evicted_tokens": "Tokens evicted from the prefix cache",
-}
-_GAUGES = {
-    "waiting": "Requests in the queue",
-    "running": "Requests that hold a row",
-    "pool_size": "Tokens the KV pool holds",
-    "pool_available": "Tokens in free pages",
-    "pool_evictable": "Cached tokens that nobody uses",
-}
-_HISTOGRAMS = {
-    "queue_time": "Seconds from add to the first admission",
-    "ttft": "Seconds from add to the first token",
-    "inter_token": "Seconds between tokens of one request",
-}
+        return render(self)

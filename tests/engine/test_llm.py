@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from minikv import LLM, Error, SamplingParams
-from minikv.engine import read_events, request_metrics
 from minikv.engine.build import EagerRunner
 from minikv.errors import ArgumentError
+from minikv.measure.request_metrics import read_events, request_metrics
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 HOT = SamplingParams(max_tokens=12, temperature=1.5, top_p=0.9, seed=7, ignore_eos=True)

@@ -9,8 +9,8 @@ from harness import Engine, solo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minikv.engine import request_metrics
 from minikv.errors import ArgumentError
+from minikv.measure.request_metrics import request_metrics
 
 
 def play(
