@@ -9,7 +9,6 @@ on CUDA nothing waits for the device; and what a decode step reads lies in fixed
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +95,7 @@ class AttentionBackend:
             kind: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
             entries = max_requests * table.table.shape[1]
             self._buffers = torch.zeros(max_requests + 1, **kind), torch.zeros(entries, **kind)
-        self._forward: Callable[..., Tensor] | None = None
+        self._extends: bool | None = None  # whether the batch is one of new prompt tokens
 
     def begin_extend(
         self, rows: Tensor, prefix_lens: Tensor, seq_lens: Tensor, out_slots: Tensor
@@ -113,7 +112,7 @@ class AttentionBackend:
         """
         qo_indptr = torch.zeros(rows.shape[0] + 1, dtype=torch.int64)
         torch.cumsum(seq_lens - prefix_lens, 0, out=qo_indptr[1:])
-        self._begin(self.extend, out_slots, int(qo_indptr[-1]))
+        self._begin(True, out_slots, int(qo_indptr[-1]))
         self._max_extend_len = int((seq_lens - prefix_lens).max()) if rows.shape[0] else 0
         self._qo_indptr = to_device(qo_indptr, self.device)
         listed = seq_lens if self.deterministic else prefix_lens
@@ -130,7 +129,7 @@ class AttentionBackend:
         out_slots
             int64 [n] on the device: where each new key and value goes.
         """
-        self._begin(self.decode, out_slots, rows.shape[0])
+        self._begin(False, out_slots, rows.shape[0])
         if self.backend == "triton":
             self.plan_decode(seq_lens)
         self._lists = build_kv_indices(
@@ -159,16 +158,16 @@ class AttentionBackend:
             raise StateError(
                 "begin_decode_static: PyTorch attention plans on the host; use attention='triton'"
             )
-        self._begin(self.decode, out_slots, rows.shape[0])
+        self._begin(False, out_slots, rows.shape[0])
         lay_out_rows(self.table.table, rows, kv_indptr, self._buffers[1], self.table.table.shape[1])
         self._lists = kv_indptr, self._buffers[1]
 
-    def _begin(self, forward: Callable[..., Tensor], out_slots: Tensor, tokens: int) -> None:
+    def _begin(self, extends: bool, out_slots: Tensor, tokens: int) -> None:
         if out_slots.shape != (tokens,):
             raise ArgumentError(
                 "out_slots", tuple(out_slots.shape), f"must be [{tokens}], one slot per new token"
             )
-        self._forward, self.out_slots = forward, out_slots
+        self._extends, self.out_slots = extends, out_slots
         self._parts.clear()
 
     def forward(
@@ -190,9 +189,10 @@ class AttentionBackend:
         Tensor
             [tokens, q_heads, d_v] in q's dtype.
         """
-        if self._forward is None:
+        if self._extends is None:
             raise StateError("no batch was begun; call begin_extend or begin_decode first")
-        return self._forward(layer, q, k, v, options)
+        attend = self.extend if self._extends else self.decode
+        return attend(layer, q, k, v, options)
 
     def extend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: LayerAttention
@@ -276,7 +276,7 @@ class AttentionBackend:
         if opts is None:
             arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
             arguments |= {"kv_indptr": self._lists[0], "kv_indices": self._lists[1]}
-            if self._forward == self.extend:
+            if self._extends:
                 arguments["qo_indptr"] = self._qo_indptr
             opts = self._options[options] = check({**arguments, **self._settings(options)})
         return opts, k_cache, v_cache

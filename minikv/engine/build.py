@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from minikv.errors import ArgumentError
 from minikv.memory import KVPool, MLAPool, plan_size
 from minikv.models import ModelConfig
 from minikv.models.files.load import DTYPES
+from minikv.models.fused.decoder import fused_for
 
 CPU_POOL = (
     2 << 30
@@ -119,24 +119,32 @@ class EagerRunner:
 
     variants = ("logits",)
 
-    def __init__(self, step: Callable[[Batch], torch.Tensor]) -> None:
-        self._step = step
+    def __init__(self, decoder: Any, attention: Any) -> None:
+        self.attention, self.model = attention, fused_for(decoder, attention) or decoder
         self.stats = {"replays": 0, "eager": 0, "captures": 0, "padded_rows": 0, "graph_bytes": 0}
 
     def __call__(self, batch: Batch, variant: str = "logits") -> torch.Tensor:
         """Logits `[requests, vocab]` of a decode batch."""
         self.stats["eager"] += 1
-        return self._step(batch)
+        return self.step(batch)
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """:meth:`__call__`, which is not counted."""
+        self.attention.begin_decode(batch.rows, batch.seq_lens, batch.out_slots)
+        device = self.attention.device
+        token_ids, positions = batch.token_ids.to(device), batch.positions.to(device)
+        return self.model(token_ids, positions, self.attention)
 
 
-def pick_runner(graphs: Any, step: Callable[[Batch], torch.Tensor], **parts: Any) -> Any:
+def pick_runner(graphs: Any, *, decoder: Any, attention: Any, **options: Any) -> Any:
     """The decode runner that ``graphs=`` asks for; eager where graphs are not to be had and "auto"
     leaves the choice.
 
     Graphs also choose the tokens, in the variants of :mod:`minikv.engine.sampling`.
     """
-    if not graphs:
-        return EagerRunner(step)
-    from minikv.engine.step import decode_runner
+    runner = None
+    if graphs:
+        from minikv.engine.step import decode_runner
 
-    return decode_runner(choice=graphs, **parts) or EagerRunner(step)
+        runner = decode_runner(choice=graphs, decoder=decoder, attention=attention, **options)
+    return runner or EagerRunner(decoder, attention)

@@ -45,7 +45,6 @@ from minikv.engine.turns import Turns
 from minikv.errors import ArgumentError, StateError
 from minikv.memory import PagedAllocator, RequestTable
 from minikv.models.files.load import pick_dtype
-from minikv.models.fused.decoder import fused_for
 from minikv.prefix import RadixCache
 
 
@@ -181,12 +180,9 @@ class LLM:
         )  # fmt: skip
         self.sampler, self.grammars = Sampler(), Grammars(self.tokenizer, config.vocab_size)
         self.runner = pick_runner(
-            graphs, self._decode_step, decoder=self.decoder, attention=self.attention, max_requests=max_requests,
+            graphs, decoder=self.decoder, attention=self.attention, max_requests=max_requests,
             progress=progress,
         )  # fmt: skip
-        self._fused = (
-            None if hasattr(self.runner, "step") else fused_for(self.decoder, self.attention)
-        )  # or its own
         self._landing = Landing(self.device)
         self._last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=self.device)
         self.overlaps = self.device.type == "cuda"  # on a CPU nothing works meanwhile
@@ -358,6 +354,7 @@ class LLM:
                 return
             now = self.scheduler
             self._end([*now.waiting, *now.prefilling, *now.running])
+            self._deliver()
             self.events.close()
             kept = {"_turns": self._turns, "_closed": True}
             self.__dict__.clear()
@@ -480,14 +477,6 @@ class LLM:
         )
         token_ids, positions, logits_at = where
         return self.decoder(token_ids, positions, self.attention, logits_at)
-
-    def _decode_step(self, batch: Batch) -> torch.Tensor:
-        """What a decode step computes when no graph is replayed."""
-        self.attention.begin_decode(batch.rows, batch.seq_lens, batch.out_slots)
-        model = self._fused or self.decoder
-        return model(
-            batch.token_ids.to(self.device), batch.positions.to(self.device), self.attention
-        )
 
     # ---- requests in, text out
 

@@ -140,6 +140,7 @@ class GraphRunner:
             )
         self.device = per_request[0].tensor.device
         self.stats = Counters()
+        self.run_step = _eagerly(step)
         self._served: dict[str, tuple[dict[str, Buffer], list[Stage]]] = {}
         self._range: Any = torch.cuda.nvtx.range if self.device.type == "cuda" else nullcontext
         self._begin()
@@ -245,13 +246,6 @@ class GraphRunner:
         with self._range(f"{variant} × {size}"):
             return self._replay(variant, size, inputs)
 
-    def run_step(
-        self, inputs: Mapping[str, Tensor], variant: str, hidden: Hidden = Hidden.NULL
-    ) -> Any:
-        """The step itself, eagerly: on ``views(size)`` after a replay it computes what the replay
-        did."""
-        return self.step(inputs, variant, hidden) if hidden else self.step(inputs, variant)
-
     def views(self, size: int, variant: str | None = None) -> dict[str, Tensor]:
         """The static buffers as a step of this size sees them: all, or those that a variant reads."""
         buffers = self.buffers if variant is None else self._serving(variant)[0]
@@ -346,3 +340,15 @@ class GraphRunner:
 
 def _stages(buffers: Mapping[str, Buffer]) -> list[Stage]:
     return list({id(b.stage): b.stage for b in buffers.values() if b.stage is not None}.values())
+
+
+def _eagerly(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step itself: on ``views(size)`` after a replay it computes what the replay did.
+
+    It is no method: what compiles it would then keep the runner, and the runner what was compiled.
+    """
+
+    def run_step(inputs: Mapping[str, Tensor], variant: str, hidden: Hidden = Hidden.NULL) -> Any:
+        return step(inputs, variant, hidden) if hidden else step(inputs, variant)
+
+    return run_step

@@ -70,7 +70,8 @@ def test_compiled_decoding_gives_the_eager_tokens() -> None:
 
 def test_compiled_logits_are_the_eager_ones_in_every_size() -> None:
     llm = build(True, max_requests=2)
-    runner, decode = llm.runner, llm._decode_step
+    runner = llm.runner
+    decode = EagerRunner(llm.decoder, llm.attention).step
 
     def both_ways(batch, variant):
         got = runner(batch, "logits")
@@ -138,7 +139,8 @@ def test_replay_equals_eager_for_every_size_shrinking_and_growing(dtype, toleran
         graphs=True,
         progress=False,
     )
-    runner, decode, seen = llm.runner, llm._decode_step, []
+    runner, seen = llm.runner, []
+    decode = EagerRunner(llm.decoder, llm.attention).step
     runner.debug = True
     runner.sizes.remove(9)  # a full engine is then one more than the largest size
 
