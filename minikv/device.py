@@ -7,9 +7,10 @@ run only where asked by name.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -98,15 +99,25 @@ def use_triton(choice: str, device: torch.device | str) -> bool:
     return True
 
 
-def refuse_interpreted_bf16(**tensors: torch.Tensor | None) -> None:
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; the interpreter on the CPU takes the H200's tiles."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def refuse_interpreted_bf16(**tensors: Any) -> None:
     """Raise for bfloat16 CPU tensors on their way to an interpreted kernel.
 
     The interpreter keeps bf16 as raw 16-bit integers, so a dot multiplies bit patterns and is wrong
     without any error.
     """
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu":
-            remedy = "Triton's interpreter computes bfloat16 wrongly; use float32 or float16, or backend='torch'"
+        is_bf16 = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16
+        if is_bf16 and tensor.device.type == "cpu":
+            remedy = (
+                "Triton's interpreter computes bfloat16 wrongly; use float32 or float16, or "
+                "backend='torch'"
+            )
             raise ArgumentError(name, tensor.dtype, remedy)
 
 

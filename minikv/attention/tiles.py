@@ -44,11 +44,6 @@ def shared_bytes(capability: tuple[int, int]) -> int:
     return SHARED_BYTES.get(capability, SHARED_BYTES_SM90 if capability >= (9, 0) else 101376)
 
 
-def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device; the interpreter on the CPU takes the H200's tiles."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-
-
 def head_blocks(d: int) -> tuple[int, int]:
     """Cut a head of `d` columns into a power of two and, where that wastes less, a smaller power of
     two; 0 is none.

@@ -17,13 +17,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from minikv.kernels.launch import Binary, pointer
+from minikv.kernels.launch import compiled, pointer
 from minikv.kernels.triton import tl, triton
 
 BLOCK = 256
 NAMES = ("token_ids", "positions", "rows", "seq_lens", "kv_indptr", "out_slots")
 Inputs = Mapping[str, Tensor]
-_binaries: dict[int | None, Binary] = {}
 
 
 def advance(inputs: Inputs, tokens: Tensor, table: Tensor, n: int, slots: Tensor | None) -> None:
@@ -56,10 +55,8 @@ def advance_triton(
     new, step = (inputs["out_slots"], 1) if slots is None else (slots, 0)
     size = inputs["rows"].shape[0]
     args = (*(inputs[name] for name in NAMES), tokens, new, table, step, n, size, table.stride(0))
-    binary = _binaries.get(table.device.index)
-    if binary is None:
-        binary = _binaries[table.device.index] = Binary(advance_kernel, args, BLOCK=BLOCK)
-    binary(size // BLOCK + 1, 1, *map(pointer, args))
+    binary = compiled(advance_kernel, table.device, lambda: args, BLOCK=BLOCK)
+    binary((size // BLOCK + 1,), *map(pointer, args))
 
 
 # Nothing about an argument is compiled in: not the value 1, not divisibility by 16, not a pointer's

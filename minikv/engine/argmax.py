@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from minikv.device import use_triton
+from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
-from minikv.models.fused.one_row import launch
 
 BLOCK = 8192  # logits that one program compares
 
@@ -49,11 +49,12 @@ def first_max_triton(logits: Tensor) -> Tensor:
         best_of_part_kernel,
         (parts, rows),
         (logits.contiguous(), best, where),
+        dependent=True,
         VOCAB=vocab,
         BLOCK=block,
     )
     more = {"PARTS": parts, "BLOCK": triton.next_power_of_2(parts)}
-    launch(best_of_row_kernel, (rows, 1), (best, where, out), num_warps=1, **more)
+    launch(best_of_row_kernel, (rows, 1), (best, where, out), num_warps=1, dependent=True, **more)
     return out
 
 

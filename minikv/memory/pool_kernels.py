@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from minikv.kernels.launch import Binary, pointer
+from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 TILE = 2048  # elements of K, and of V, that one program moves: 8 or 16 a thread, so whole 16-byte loads
-_binaries: dict[tuple[Any, ...], Binary] = {}
 
 
 def store_triton(
@@ -56,19 +53,18 @@ def store_triton(
         width,
     )
     scaled = scales != [1.0] * len(scales)
-    key = (k.device, k.dtype, v.dtype, k_cache.dtype, slots.dtype, scalars[4:], dim, len(rows), scaled,
-           k.data_ptr() % 16, v.data_ptr() % 16)  # fmt: skip
-    binary = _binaries.get(key)
-    if binary is None:
-        binary = _binaries[key] = Binary(
-            store_kernel, (*tensors, *scalars), HEAD_DIM=dim, HAS_V=len(rows) == 2, SCALED=scaled,
-            SATURATE=k_cache.dtype == FP8, TOKENS=TILE // columns, COLUMNS=columns, num_warps=8 if scaled else 4,
-        )  # fmt: skip
-    binary(
-        triton.cdiv(n, TILE // columns),
-        triton.cdiv(width, columns),
-        *map(pointer, tensors),
-        *scalars,
+    grid = (triton.cdiv(n, TILE // columns), triton.cdiv(width, columns))
+    launch(
+        store_kernel,
+        grid,
+        (*tensors, *scalars),
+        num_warps=8 if scaled else 4,
+        HEAD_DIM=dim,
+        HAS_V=len(rows) == 2,
+        SCALED=scaled,
+        SATURATE=k_cache.dtype == FP8,
+        TOKENS=TILE // columns,
+        COLUMNS=columns,
     )
 
 

@@ -20,29 +20,25 @@ from typing import Any
 
 import torch
 
-from minikv.kernels.launch import Binary, pointer
+from minikv.kernels.launch import compiled, pointer
 from minikv.kernels.triton import INTERPRETED, tl, triton
 from minikv.memory.free_list import HELD, FreeList
 
 EXTEND_BLOCK, DECODE_BLOCK, MOST_PROGRAMS = 512, 256, 2048
-_binaries: dict[tuple[Any, ...], Binary] = {}
 
 
 def _launch(
     kernel: Any, block: int, grid: tuple[int, int], page_size: int, free: FreeList,
     out: torch.Tensor, inputs: tuple[Any, ...], scalars: tuple[int, ...],
 ) -> None:  # fmt: skip
-    """Launch the one binary that this device and page size have for all traffic; compile it at its
-    first use."""
-    key = (id(kernel), page_size, free.device_index)
-    binary = _binaries.get(key)
-    if binary is None:
-        stand_ins = (free.stack, free.lost.view(torch.int32))[
-            -len(inputs) :
-        ]  # inputs may be bare addresses
-        types = (out, free.stack, free.state, free.lost, *stand_ins, *scalars)
-        binary = _binaries[key] = Binary(kernel, types, PAGE=page_size, BLOCK=block)
-    binary(*grid, pointer(out), *free.addresses, *inputs, *scalars)
+    """Launch the one binary that this device and page size have for all traffic."""
+
+    def example() -> tuple[Any, ...]:  # inputs may be bare addresses, so tensors stand in for them
+        stand_ins = (free.stack, free.lost.view(torch.int32))[-len(inputs) :]
+        return out, free.stack, free.state, free.lost, *stand_ins, *scalars
+
+    binary = compiled(kernel, free.device_index, example, PAGE=page_size, BLOCK=block)
+    binary(grid, pointer(out), *free.addresses, *inputs, *scalars)
 
 
 def extend_triton(

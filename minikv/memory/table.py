@@ -15,7 +15,7 @@ import torch
 
 from minikv.device import pick_device, use_triton
 from minikv.errors import ArgumentError, StateError
-from minikv.kernels.launch import Binary
+from minikv.kernels.launch import compiled, pointer
 from minikv.kernels.staging import Staging
 from minikv.kernels.triton import tl, triton
 from minikv.numbers import host_integers, whole
@@ -72,7 +72,7 @@ class RequestTable:
             max_requests + 1, max_context, dtype=torch.int32, device=self.device
         )
         self._flat, self._staging = self.table.view(-1), Staging(self.table.device, 1 << 14)
-        self._triton, self._binaries = use_triton("auto", self.device), dict[torch.dtype, Binary]()
+        self._triton = use_triton("auto", self.device)
         self.clear()
 
     def available_size(self) -> int:
@@ -194,13 +194,14 @@ class RequestTable:
             return
         staged, address = self._staging.array(index.size)
         staged[:] = index
-        binary = self._binaries.get(slots.dtype)
-        if binary is None:
-            types = (self.table, slots.long(), slots, index.size)
-            binary = self._binaries[slots.dtype] = Binary(write_kernel, types, BLOCK=BLOCK)
-        binary(
-            -(-index.size // BLOCK), 1, self.table.data_ptr(), address, slots.data_ptr(), index.size
-        )
+
+        def example() -> tuple[Any, ...]:
+            return self.table, slots.long(), slots, index.size
+
+        types = (slots.dtype, self.table.device)
+        binary = compiled(write_kernel, types, example, BLOCK=BLOCK)
+        grid = (-(-index.size // BLOCK),)
+        binary(grid, pointer(self.table), address, pointer(slots), index.size)
 
     def _refuse(self, rows: list[int], starts: list[int], stops: list[int]) -> None:
         for r, a, b in zip(rows, starts, stops, strict=True):

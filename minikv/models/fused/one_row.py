@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minikv.attention.tiles import capability_of
 from minikv.device import refuse_interpreted_bf16
-from minikv.kernels.launch import Binary, pointer
-from minikv.kernels.triton import INTERPRETED, tl, triton
+from minikv.kernels import launch as launching
+from minikv.kernels.triton import tl, triton
 
 AHEAD_BYTES = 1 << 24
 """Size up to which a matrix is fetched ahead of its use. The L2 cache loses parts of larger ones
@@ -102,35 +101,16 @@ def launch(
     dependent: bool = True,
     **constexprs: Any,
 ) -> None:
-    """Run a kernel of these rooms, `dependent` where the chip can, with the host time of a
-    :class:`Binary`."""
-    device = args[0].device
-    dependent = dependent and device.type == "cuda" and capability_of(device) >= (9, 0)
-    constexprs["DEPENDENT"] = dependent
-    given = tuple(pointer(a) if isinstance(a, Tensor) else a for a in args)
-    kinds = tuple(
-        (a.dtype, INTERPRETED or p % 16 == 0)
-        for a, p in zip(args, given, strict=True)
-        if type(a) is Tensor
+    """:func:`minikv.kernels.launch.launch`, dependent unless told otherwise."""
+    launching.launch(
+        kernel,
+        grid,
+        args,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        dependent=dependent,
+        **constexprs,
     )
-    key = (
-        id(kernel),
-        device,
-        num_warps,
-        num_stages,
-        kinds,
-        *(a is None for a in args),
-        *constexprs.values(),
-    )
-    binary = _binaries.get(key)
-    if binary is None:
-        binary = _binaries[key] = Binary(
-            kernel, args, num_warps, num_stages, dependent, **constexprs
-        )
-    binary(*grid, *given)
-
-
-_binaries: dict[tuple[Any, ...], Binary] = {}
 
 
 def tiles_of(n: int, k: int, gated: bool) -> LinearTiles:
