@@ -20,12 +20,11 @@ from minikv.attention.softmax import (
 )
 from minikv.attention.tiles import (
     DecodeTiles,
-    capability_of,
     head_blocks,
     power_of_two,
     processors_of,
 )
-from minikv.device import refuse_interpreted_bf16
+from minikv.device import capability_of, refuse_interpreted_bf16
 from minikv.kernels.triton import tl, triton
 
 RULES = {"log": 1, "inverse": 2}

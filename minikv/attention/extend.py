@@ -20,7 +20,6 @@ from minikv.attention.softmax import (
 )
 from minikv.attention.tiles import (
     Tiles,
-    capability_of,
     extend_tiles,
     grid_places,
     head_blocks,
@@ -28,7 +27,7 @@ from minikv.attention.tiles import (
     prefix_splits,
     processors_of,
 )
-from minikv.device import refuse_interpreted_bf16
+from minikv.device import capability_of, refuse_interpreted_bf16
 from minikv.kernels.triton import tl, triton
 
 RULES = {"log": 1, "inverse": 2}

@@ -285,7 +285,7 @@ def uniform_splits(
 
 def decode_tiles_of(q_heads: int, k_cache: Tensor, v_cache: Tensor) -> DecodeTiles:
     """The decode tiles for a pool; see ``tiles.decode_tiles``."""
-    from minikv.attention.tiles import capability_of
+    from minikv.device import capability_of
 
     _, kv_heads, d_qk = k_cache.shape
     return decode_tiles(

@@ -18,13 +18,12 @@ from minikv.attention.softmax import (
     tile_range,
 )
 from minikv.attention.tiles import (
-    capability_of,
     grid_places,
     head_blocks,
     power_of_two,
     unified_tiles,
 )
-from minikv.device import refuse_interpreted_bf16
+from minikv.device import capability_of, refuse_interpreted_bf16
 from minikv.kernels.triton import tl, triton
 
 

@@ -33,10 +33,10 @@ from minikv.engine.build import (
 )
 from minikv.engine.events import EventLog
 from minikv.engine.grammar import Grammars
+from minikv.engine.landing import Landing
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
 from minikv.engine.request import Delta, Output, Request, State
-from minikv.engine.landing import Landing
 from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
 from minikv.engine.stats import Stats

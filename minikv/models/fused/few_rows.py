@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.attention.tiles import capability_of, shared_bytes
-from minikv.device import refuse_interpreted_bf16
+from minikv.attention.tiles import shared_bytes
+from minikv.device import capability_of, refuse_interpreted_bf16
 from minikv.kernels.triton import tl, triton
 from minikv.models.fused.one_row import gate_times_up, launch
 
