@@ -53,13 +53,16 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; begins with a start token only where the model's own settings say
         so."""
+        ...
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        ...
 
     def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Token ids of a conversation in the model's own format, up to where the assistant
         speaks."""
+        ...
 
 
 class ByteTokenizer:
