@@ -143,18 +143,11 @@ def few_rows_kernel(
             mask=(row[:, None] < rows) & (at[None, :] < K),
             other=0.0,
         )
-        if EVEN:
-            tile = tl.load(line[:, None] + at[None, :])
-        else:
-            tile = tl.load(line[:, None] + at[None, :], mask=at[None, :] < high, other=0.0)
+        inside = (at[None, :] < high) | EVEN
+        tile = tl.load(line[:, None] + at[None, :], mask=inside, other=0.0)
         acc = tl.dot(v, tile.T, acc, input_precision="ieee")
         if GATED:
-            if EVEN:
-                tile = tl.load(other_line[:, None] + at[None, :])
-            else:
-                tile = tl.load(
-                    other_line[:, None] + at[None, :], mask=at[None, :] < high, other=0.0
-                )
+            tile = tl.load(other_line[:, None] + at[None, :], mask=inside, other=0.0)
             up = tl.dot(v, tile.T, up, input_precision="ieee")
     if bias is not None:
         if tl.program_id(1) == 0:

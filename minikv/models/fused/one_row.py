@@ -127,25 +127,31 @@ def tiles_of(n: int, k: int, gated: bool) -> LinearTiles:
 
 
 @triton.jit
-def ask_for(weight, row, rows, ROW_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
-    """Have rows `row` .. ``row + BLOCK_N`` (of `rows`) of a matrix brought into the L2 cache;
-    nobody waits for them.
+def fetch_ahead(
+    weight, first, n,
+    PARTS: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Have the weights of this program brought into the L2 cache, without waiting for them.
 
-    They lie end to end in memory; each warp names its share by one instruction.
+    While the kernel before this one ends, memory would be idle: this fills the gap. The rows of a
+    part lie end to end; each warp names its share of them by one instruction.
     """
     share: tl.constexpr = BLOCK_N * ROW_BYTES // WARPS // 16 * 16
     if ROW_BYTES % 16 == 0 and share > 0:
         start = tl.arange(0, 32 * WARPS) // 32 * share
-        size = tl.minimum(tl.minimum(rows - row, BLOCK_N) * ROW_BYTES - start, share)
-        at = weight.to(tl.int64, bitcast=True) + row.to(tl.int64) * ROW_BYTES + start
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [at, size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        size = tl.minimum(tl.minimum(n - first, BLOCK_N) * ROW_BYTES - start, share)
+        for part in tl.static_range(PARTS):  # type: ignore
+            row = (first + part * n).to(tl.int64)
+            at = weight.to(tl.int64, bitcast=True) + row * ROW_BYTES + start
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.gt.s32 p, $2, 0; "
+                "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+                "=r,l,r",
+                [at, size],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit
@@ -168,38 +174,37 @@ def one_row_kernel(
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
     WARPS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``y[j] = sum_i x[i] w[j, i]``: one program computes `BLOCK_N` outputs from `BLOCK_N` rows of
-    the weights.
+    """``y[j] = sum_i x[i] w[j, i]``: one program computes `BLOCK_N` outputs from as many rows of the
+    weights; gated, from as many of the gate and as many of what it multiplies.
 
     ::
 
                i  0      BLOCK_K            K
-                 +-------+-------+-----+          The first tile of w, and the norm's weights, are on their way before
-        j rows   | tile  | next  | ... |   w      the kernel waits for x; each further tile before the one in hand is
-                 +-------+-------+-----+          multiplied. Sums stay apart until the end: one reduction per program.
+                 +-------+-------+-----+     The first tile of w, and the norm's weights, are on
+        j rows   | tile  | next  | ... |  w  their way before the kernel waits for x; each further
+                 +-------+-------+-----+     tile before the one in hand is multiplied. Sums stay
+                                             apart until the end: one reduction per program.
 
     What is loaded after the wait is loaded at once, x and the residual together: a trip to the L2
     cache takes as long as a tenth of the whole kernel.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()  # type: ignore
+    PARTS: tl.constexpr = 2 if GATED else 1  # gate, and what it multiplies: n rows of w each
+    kind = x.dtype.element_ty
     first = tl.program_id(0) * BLOCK_N
     column = first + tl.arange(0, BLOCK_N)
-    i = tl.arange(0, BLOCK_K)
     live = column < n
-    at = weight + column.to(tl.int64)[:, None] * K + i[None, :]
-    seen = live[:, None] & (i[None, :] < K)
-    tile = tl.load(at, mask=seen, other=0.0)
-    if GATED:
-        tile_up = tl.load(at + n.to(tl.int64) * K, mask=seen, other=0.0)
+    row = tl.arange(0, PARTS)[:, None] * n + column[None, :]  # [PARTS, BLOCK_N]
+    i = tl.arange(0, BLOCK_K)
+    at = weight + row.to(tl.int64)[:, :, None] * K + i[None, None, :]
+    tile = tl.load(at, mask=live[None, :, None] & (i < K)[None, None, :], other=0.0)
     if norm is not None:
         gain = tl.load(norm + i, mask=i < K, other=0.0)
     if DEPENDENT:
-        item: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         if AHEAD:
-            ask_for(weight, first, n, K * item, BLOCK_N, WARPS)
-            if GATED:
-                ask_for(weight, first + n, 2 * n, K * item, BLOCK_N, WARPS)
+            row_bytes: tl.constexpr = K * weight.dtype.element_ty.primitive_bitwidth // 8
+            fetch_ahead(weight, first, n, PARTS, row_bytes, BLOCK_N, WARPS)
         tl.extra.cuda.gdc_wait()  # type: ignore
 
     v = tl.load(x + i, mask=i < K, other=0.0).to(tl.float32)
@@ -212,36 +217,28 @@ def one_row_kernel(
             further = tl.load(x + k + i, mask=k + i < K, other=0.0).to(tl.float32)
             squares += further * further
         scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / K + eps)
-        v = normalised(v, gain, scale, x.dtype.element_ty)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        v = normalised(v, gain, scale, kind)
+    acc = tl.zeros([PARTS, BLOCK_N, BLOCK_K], tl.float32)
     for k in range(BLOCK_K, K, BLOCK_K):
-        ahead = live[:, None] & (k + i[None, :] < K)
-        next_tile = tl.load(at + k, mask=ahead, other=0.0)
-        if GATED:
-            next_up = tl.load(at + n.to(tl.int64) * K + k, mask=ahead, other=0.0)
+        inside = live[None, :, None] & (k + i < K)[None, None, :]
+        next_tile = tl.load(at + k, mask=inside, other=0.0)
         next_v = tl.load(x + k + i, mask=k + i < K, other=0.0).to(tl.float32)
         if norm is not None:
             gain = tl.load(norm + k + i, mask=k + i < K, other=0.0)
-            next_v = normalised(next_v, gain, scale, x.dtype.element_ty)
-        acc += tile.to(tl.float32) * v[None, :]
+            next_v = normalised(next_v, gain, scale, kind)
+        acc += tile.to(tl.float32) * v[None, None, :]
         tile = next_tile
-        if GATED:
-            up += tile_up.to(tl.float32) * v[None, :]
-            tile_up = next_up
         v = next_v
-    acc += tile.to(tl.float32) * v[None, :]
-    if GATED:
-        up += tile_up.to(tl.float32) * v[None, :]
-    y = tl.sum(acc, 1)
+    sums = tl.sum(acc + tile.to(tl.float32) * v[None, None, :], 2)  # [PARTS, BLOCK_N]
     if bias is not None:
-        y += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
-    y = y.to(x.dtype.element_ty)
+        sums += tl.load(bias + row, mask=live[None, :], other=0.0).to(tl.float32)
     if GATED:
-        other = tl.sum(up, 1)
-        if bias is not None:
-            other += tl.load(bias + n + column, mask=live, other=0.0).to(tl.float32)
-        y = gate_times_up(y, other, x.dtype.element_ty)
+        is_gate = tl.arange(0, 2)[:, None] == 0
+        gate = tl.sum(tl.where(is_gate, sums, 0.0), 0)
+        up = tl.sum(tl.where(is_gate, 0.0, sums), 0)
+        y = gate_times_up(gate, up, kind)
+    else:
+        y = tl.sum(sums, 0).to(kind)
     if residual is not None:
-        y = (old.to(tl.float32) + y.to(tl.float32)).to(x.dtype.element_ty)
+        y = (old.to(tl.float32) + y.to(tl.float32)).to(kind)
     tl.store(out + column, y, mask=live)
