@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minikv.device import use_triton
 from minikv.errors import ArgumentError
+from minikv.kernels.staging import to_device
 from minikv.kernels.triton import tl, triton
 
 BLOCK = 1024
@@ -162,9 +163,3 @@ def build_unified_kv_indices(
         )
         kv_indices[moved.long()] = slots.to(dtype)
     return kv_indptr, kv_indices, prefix_lens
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a small CPU tensor to `device`; to CUDA through pinned memory, so that the host does not
-    wait."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -4,6 +4,7 @@ waits for a copy."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,55 @@ class Stage:
         if self.hosts:
             self.block.copy_(self.hosts[0], non_blocking=True)
             self._copied[0].record()
+
+
+class Landing:
+    """Two places of pinned memory for numbers on their way back: one is read while the next is
+    written.
+
+    Parameters
+    ----------
+    device
+        Where the numbers come from.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._places: list[torch.Tensor | None] = [None, None]
+        self._arrived = [torch.cuda.Event() for _ in self._places] if self._on_cuda else []
+
+    def send(self, out: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Send a tensor on its way, before anything overwrites it.
+
+        Returns
+        -------
+        Callable
+            Waits for the numbers and returns them, on the CPU; work that is launched later does
+            not delay them. Call it before :meth:`send` is called twice more.
+        """
+        if not self._on_cuda:
+            return out.clone
+        self._places.reverse()
+        self._arrived.reverse()
+        place, arrived = self._places[0], self._arrived[0]
+        if place is None or place.numel() * place.itemsize < out.nbytes:
+            place = torch.empty(2 * out.nbytes, dtype=torch.uint8, pin_memory=True)
+            self._places[0] = place
+        landed = place[: out.nbytes].view(out.dtype).view(out.shape)
+        landed.copy_(out, non_blocking=True)
+        arrived.record()
+
+        def read() -> torch.Tensor:
+            arrived.synchronize()
+            return landed
+
+        return read
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a small CPU tensor to `device`; to CUDA through pinned memory, so that the host does
+    not wait."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class Staging:

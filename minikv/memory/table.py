@@ -16,7 +16,7 @@ import torch
 from minikv.device import pick_device, use_triton
 from minikv.errors import ArgumentError, StateError
 from minikv.kernels.launch import compiled, pointer
-from minikv.kernels.staging import Staging
+from minikv.kernels.staging import Staging, to_device
 from minikv.kernels.triton import tl, triton
 from minikv.numbers import host_integers, whole
 
@@ -40,6 +40,9 @@ class RequestTable:
     ----------
     table
         int32 ``[max_requests + 1, max_context]``.
+    last_tokens
+        int64 ``[max_requests + 1]`` beside it: the token that a step chose last for each row. A
+        step that follows at once takes it from here, before the host has read it.
 
     Examples
     --------
@@ -71,6 +74,7 @@ class RequestTable:
         self.table = torch.zeros(
             max_requests + 1, max_context, dtype=torch.int32, device=self.device
         )
+        self.last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=self.device)
         self._flat, self._staging = self.table.view(-1), Staging(self.table.device, 1 << 14)
         self._triton = use_triton("auto", self.device)
         self.clear()
@@ -229,6 +233,40 @@ class RequestTable:
         ].nonzero()  # a free row is zero, and slot 0 is never handed out
         return start + (int(held[-1]) + 1 if len(held) else 0)
 
+    def truncate(self, row: int, length: int) -> torch.Tensor:
+        """Shorten a row: the slots that leave it, in order.
+
+        The first ``-length % page_size`` of them lie on a page that is kept, since the row's last
+        token lies there, too; the caller frees the others: ``allocator.free(slots[-length %
+        page_size :])``. Drafted tokens that were rejected leave a row this way.
+
+        Parameters
+        ----------
+        row, length
+            A row in use, and its tokens afterwards; nothing happens where it has no more.
+
+        Returns
+        -------
+        Tensor
+            int64 ``[old length - length]`` on the table's device, a copy.
+
+        Raises
+        ------
+        ArgumentError
+            For a row that is not in use, or a length below 0 or above the row's; then nothing is
+            changed.
+        """
+        row, length = whole("row", row), whole("length", length, 0)
+        if not self.is_held(row):
+            raise ArgumentError("row", row, "is not in use; shorten rows from alloc()")
+        end = self.end(row)
+        if length > end:
+            raise ArgumentError("length", length, f"row {row} holds {end} tokens and never grows")
+        left = self.table[row, length:end].long()
+        self.table[row, length:end] = 0
+        self._ends[row] = length
+        return left
+
     def last_slots(
         self, rows: Sequence[int] | torch.Tensor, lens: Sequence[int] | torch.Tensor
     ) -> torch.Tensor:
@@ -269,12 +307,7 @@ class RequestTable:
         return slots if length.all() else torch.where(length_there > 0, slots, -1)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(array)
-        return (
-            host.pin_memory().to(self.device, non_blocking=True)
-            if self.device.type == "cuda"
-            else host
-        )
+        return to_device(torch.from_numpy(array), self.device)
 
     def clear(self) -> None:
         """All rows free and zero."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from minikv.errors import ArgumentError, StateError
 from minikv.memory import PagedAllocator, RequestTable
+from minikv.prefix import RadixCache
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -251,3 +253,59 @@ def test_the_end_of_a_written_row_is_known_without_waiting() -> None:
     assert t.alloc(1) == [b]
     t.table[b, :3] = 7
     assert t.end(b) == 3
+
+
+def test_p03_rejected_drafts_leave_a_row_and_their_pages_come_back_once() -> None:
+    allocator, table = PagedAllocator(64, 4), RequestTable(2, 32)
+    cache = RadixCache(4, allocator, table)
+    (row,) = table.alloc(1)
+    request = SimpleNamespace(
+        token_ids=np.arange(7), computed=6, row=row, node=None, protected_len=0, namespace=None
+    )
+    node = cache.match_prefix([]).node
+    cache.lock(node)
+    request.node = node
+    slots = allocator.alloc_extend(*map(torch.tensor, ([0], [6], [-1])), 6)
+    table.write([row], [0], [6], slots)
+    last = table.last_slots([row], [6])
+    more = allocator.alloc_extend(torch.tensor([6]), torch.tensor([11]), last, 5)
+    table.write([row], [6], [11], more)
+    tail = table.truncate(row, 6)
+    assert tail.tolist() == more.tolist()
+    allocator.free(tail[-6 % 4 :])
+    cache.cache_finished(request)
+    assert allocator.available_size() + cache.evictable_size == 64
+    cache.check(owned=())
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_shortened_row_goes_on_where_it_ends(page_size, where) -> None:
+    allocator, table = PagedAllocator(64, page_size, where), RequestTable(2, 64, where)
+    rows = table.alloc(2)
+    for row, length in zip(rows, (20, 9), strict=True):
+        none = torch.tensor([-1], device=where)
+        slots = allocator.alloc_extend(torch.tensor([0]), torch.tensor([length]), none, length)
+        table.write([row], [0], [length], slots)
+    before = table.table.clone()
+    assert table.truncate(rows[0], 20).numel() == 0
+    left = table.truncate(rows[0], 5)
+    assert torch.equal(left, before[rows[0], 5:20])
+    assert torch.equal(table.table[rows[0], :5], before[rows[0], :5])
+    assert not table.table[rows[0], 5:].any()
+    assert torch.equal(table.table[rows[1]], before[rows[1]])
+    assert (table.end(rows[0]), table.end(rows[1])) == (5, 9)
+    table.write([rows[0]], [5], [7], left[:2])
+    assert table.end(rows[0]) == 7
+
+
+def test_only_rows_in_use_are_shortened_and_never_grow() -> None:
+    table = RequestTable(2, 8)
+    (row,) = table.alloc(1)
+    table.write([row], [0], [3], torch.tensor([4, 5, 6]))
+    for bad in (0, 2, 3, -1, "1"):
+        with pytest.raises(ArgumentError, match="row"):
+            table.truncate(bad, 1)
+    for bad in (4, -1, 1.5):
+        with pytest.raises(ArgumentError, match="length"):
+            table.truncate(row, bad)
+    assert table.table[row, :3].tolist() == [4, 5, 6]
