@@ -45,8 +45,10 @@ class Engine:
         chunk_tokens=16,
         max_context=128,
         cache=True,
+        drafts=0,
         **options,
     ):
+        self.drafts, self.rng = drafts, np.random.default_rng(drafts)
         self.allocator = PagedAllocator(size, page_size)
         self.table = RequestTable(max_requests, max_context)
         self.cache = RadixCache(page_size, self.allocator, self.table, disable=not cache)
@@ -76,6 +78,8 @@ class Engine:
 
     def step(self):
         """One step; returns its batch, or None."""
+        for r in self.scheduler.running:
+            r.draft(self.guess(r))
         batch = self.scheduler.next_batch()
         if batch is None:
             return None
@@ -84,19 +88,42 @@ class Engine:
         self.invariants()
         return batch
 
+    def guess(self, request) -> list[int]:
+        """Drafts: the right tokens, up to a random one that is wrong."""
+        if not self.drafts:
+            return []
+        right = solo(request.token_ids, int(self.rng.integers(0, self.drafts + 1)))
+        at = int(self.rng.integers(0, self.drafts + 1))
+        return [t if i != at else (t + 1) % VOCAB for i, t in enumerate(right)]
+
     def compute(self, batch) -> list[list[int]]:
+        """K/V of all new tokens, and what the model says after each until a draft says otherwise."""
         slots = batch.out_slots.numpy()
         assert slots.min() >= self.allocator.page_size, "page 0 belongs to padding"
         assert len(set(slots.tolist())) == len(slots) == batch.num_tokens
         self.kv[slots] = batch.positions.numpy() * 1000 + batch.token_ids.numpy()
-        tokens = []
-        for request, row, n in zip(
-            batch.requests, batch.rows.tolist(), batch.seq_lens.tolist(), strict=True
+        tokens, wanted, offset = [], [], 0
+        for request, row, start, n in zip(
+            batch.requests,
+            batch.rows.tolist(),
+            batch.prefix_lens.tolist(),
+            batch.new_lens.tolist(),
+            strict=True,
         ):
-            seen = self.kv[self.table.table[row, :n].numpy()]
+            ids = batch.token_ids[offset : offset + n].tolist()
             if request in batch.sampled:
-                tokens.append([zlib.crc32(np.ascontiguousarray(seen).tobytes()) % VOCAB])
-        assert batch.token_ids[batch.logits_at].tolist() == [r.last_token for r in batch.sampled]
+                first, said = n - 1 - request.drafts, []
+                wanted += range(offset + first, offset + n)
+                for i in range(first, n):
+                    seen = self.kv[self.table.table[row, : start + i + 1].numpy()]
+                    said.append(zlib.crc32(np.ascontiguousarray(seen).tobytes()) % VOCAB)
+                    if i + 1 < n and ids[i + 1] != said[-1]:
+                        break
+                tokens.append(said)
+                assert ids[first] == request.last_token
+            offset += n
+        assert batch.seq_lens.tolist() == (batch.prefix_lens + batch.new_lens).tolist()
+        assert batch.logits_at.tolist() == wanted
         return tokens
 
     def run(self, limit=2000) -> None:

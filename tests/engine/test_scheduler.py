@@ -445,3 +445,211 @@ def test_a_decode_step_of_the_same_requests_looks_nothing_up(monkeypatch) -> Non
         assert bool(looked_up) == changed
     assert engine.texts() == [solo([i, 1, 2], 12 + 3 * i) for i in range(3)] + [solo([9, 9], 3)]
     engine.idle()
+
+
+# ---- n new tokens for each request
+
+
+def guessing(*guesses):
+    """Drafts for the running requests: these, one list a step, the same for each request."""
+    rest = list(guesses)
+    return lambda request: rest.pop(0) if rest else []
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_rows_grow_by_the_drafts_and_shrink_by_those_rejected(page_size):
+    engine = Engine(page_size=page_size, size=64)
+    want = solo([5, 6, 7], 12)
+    r = engine.add([5, 6, 7], max_tokens=12)
+    engine.step()
+    right, wrong = want[1:4], [*want[5:7], (want[7] + 1) % 50, 3, 4, 5]
+    engine.guess = guessing(right, wrong)
+    spans = []
+    for _ in range(3):
+        batch = engine.step()
+        spans.append((int(batch.prefix_lens[0]), int(batch.new_lens[0]), r.length, r.computed))
+        assert engine.table.end(r.row) == r.computed
+        held = engine.allocator.size - engine.allocator.available_size()
+        assert held == -(-r.computed // page_size) * page_size, "no page is kept for what is gone"
+    assert spans == [(3, 4, 8, 7), (7, 7, 11, 10), (10, 1, 12, 11)]
+    assert engine.batches[1].sampled == [r]
+    assert engine.batches[1].logits_at.tolist() == [0, 1, 2, 3]
+    engine.run()
+    finished(engine, "length")
+    assert engine.texts() == [want]
+
+
+def test_the_events_of_a_step_count_its_tokens():
+    engine = Engine(size=128, mixed=True)
+    a = engine.add([5, 6, 7], max_tokens=12)
+    engine.step()
+    want = solo([5, 6, 7], 5)
+    engine.guess = guessing([*want[1:3], 49 - want[3]])
+    b = engine.add([8, 9], max_tokens=3)
+    engine.step()
+    *_, e = (e for e in engine.events if e["event"] == "step")
+    assert (e["kind"], e["extends"], e["decodes"]) == ("extend", [[b.id, 2]], [[a.id, 4]])
+    assert sorted(e["sampled"]) == [[a.id, 3], [b.id, 1]]
+    assert a.timing.tokens == 4
+    engine.run()
+    finished(engine, "length", "length")
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_stop_within_the_accepted_drafts_cuts_there(at):
+    want = solo([3, 1, 4], 12)
+    stop = want[1 + at]
+    first = want.index(stop)
+    engine = Engine()
+    engine.guess = guessing(want[1:6])
+    engine.add([3, 1, 4], max_tokens=12, stop_ids=[stop])
+    engine.run()
+    finished(engine, "stop")
+    assert engine.texts() == [want[: first + 1]]
+    cached = engine.cache.peek([3, 1, 4, *want])[1]
+    assert cached <= 3 + first, "the last token's K/V, and what was computed behind it, is not kept"
+
+
+def test_drafts_never_reach_past_the_last_token_or_the_context():
+    engine = Engine(max_context=10, size=64)
+    want = solo([1, 2, 3], 8)
+    engine.guess = lambda r: solo(r.token_ids, 20)
+    r = engine.add([1, 2, 3], max_tokens=50)
+    engine.step()
+    assert int(engine.step().seq_lens[0]) == 10
+    finished(engine, "length")
+    assert engine.texts() == [want]
+    assert r.length == 11
+
+
+def test_drafts_are_given_up_before_a_request_is_retracted():
+    engine = Engine(size=8, page_size=4)
+    engine.scheduler.ratio = 0.0
+    a, b = engine.add([1, 2, 3], max_tokens=5), engine.add([4, 5, 6], max_tokens=5)
+    engine.step()
+    engine.guess = lambda r: [9] * 9
+    batch = engine.step()
+    assert batch.new_lens.tolist() == [1, 1], "room for one each, and none is left for guesses"
+    assert [e for e in engine.events if e["event"] == "retract"] == []
+    engine.run()
+    finished(engine, "length", "length")
+    assert engine.texts() == [solo([1, 2, 3], 5), solo([4, 5, 6], 5)]
+    assert (a.drafts, b.drafts) == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["abort", "retract", "broken"])
+def test_what_was_reserved_for_drafts_comes_back(how):
+    engine = Engine(size=64)
+    r, other = engine.add([5, 6, 7], max_tokens=12), engine.add([8], max_tokens=9)
+    engine.step()
+    r.draft([1, 2, 3, 4, 5, 6])
+    batch = engine.scheduler.next_batch()
+    assert batch.new_lens.tolist() == [7, 1]
+    tokens = engine.compute(batch)
+    if how == "abort":
+        engine.scheduler.abort(r.id)
+        engine.scheduler.process(batch, tokens)
+    elif how == "retract":
+        engine.scheduler.rollback()
+    else:
+        engine.scheduler.process(batch, [[-1], tokens[1]])
+    assert r.drafts == 0
+    engine.run()
+    finished(engine, {"retract": "length", "broken": "error"}.get(how, how), "length")
+    assert engine.texts()[1] == solo([8], 9)
+    assert other.length == 10
+    if how == "broken":
+        assert engine.cache.peek([5, 6, 7, *solo([5, 6, 7], 2)])[1] == 0
+
+
+# ---- the step after a step whose tokens are not read yet
+
+
+def test_the_step_after_is_the_one_that_comes_when_all_is_read():
+    """`follow` knows everything but the tokens: compared, field by field, with the batch that an
+    engine without it builds."""
+    ahead, plain = (Engine(size=128) for _ in range(2))
+    for engine in (ahead, plain):
+        for i in range(3):
+            engine.add([i, 1, 2, 3][: 2 + i], max_tokens=4 + 5 * i)
+        engine.step()
+    batch = ahead.scheduler.next_batch()
+    while batch is not None:
+        before = ahead.compute(batch)
+        after = ahead.scheduler.follow(batch)
+        plain.step()
+        want = plain.batches[-1]
+        for name in ("rows", "prefix_lens", "seq_lens", "new_lens", "positions", "logits_at"):
+            assert getattr(batch, name).tolist() == getattr(want, name).tolist(), name
+        assert [r.id for r in batch.requests] == [r.id for r in want.requests]
+        ahead.scheduler.process(batch, before)
+        if after is not None:
+            assert after.token_ids.tolist() == [-1] * len(after.requests)
+            after.token_ids = batch.token_ids.new_tensor([r.last_token for r in after.requests])
+        batch = after
+    ahead.run()
+    plain.run()
+    assert (
+        ahead.texts() == plain.texts() == [solo([i, 1, 2, 3][: 2 + i], 4 + 5 * i) for i in range(3)]
+    )
+    ahead.idle()
+
+
+def test_there_is_no_step_after_where_tokens_or_requests_decide():
+    engine = Engine(size=32, max_requests=3)
+    engine.scheduler.max_requests = 2
+    engine.add([1, 2], max_tokens=9), engine.add([3, 4], max_tokens=9)
+    extend = engine.scheduler.next_batch()
+    assert engine.scheduler.follow(extend) is None, "a prompt's own step"
+    engine.scheduler.process(extend, engine.compute(extend))
+    batch = engine.scheduler.next_batch()
+    waiting = engine.add([5], max_tokens=2)
+    a, b = batch.requests
+    for name, value in (("grammar", object()), ("penalised", True)):
+        before = getattr(a, name)
+        setattr(a, name, value)
+        assert engine.scheduler.follow(batch) is None, name
+        setattr(a, name, before)
+    hold = engine.allocator.alloc(engine.allocator.available_size())
+    a.computed, a.length = a.computed + 1, a.length + 1  # as if it were about to open a page
+    assert engine.scheduler.follow(batch) is None, "room would need a retraction"
+    a.computed, a.length = a.computed - 1, a.length - 1
+    engine.allocator.free(hold)
+    engine.scheduler.max_requests = 3
+    assert engine.scheduler.follow(batch) is None, "a waiting request finds a row"
+    engine.scheduler.max_requests = 2
+    after = engine.scheduler.follow(batch)
+    assert after.requests == [a, b], "it waits for a row: no reason to wait"
+    engine.scheduler.process(batch, engine.compute(batch))
+    after.token_ids = after.token_ids.new_tensor([a.last_token, b.last_token])
+    tokens = engine.compute(after)
+    engine.scheduler.abort(a.id)
+    engine.scheduler.process(after, tokens)
+    assert a.output_ids.tolist() == solo([1, 2], 2)
+    assert b.length == 5
+    engine.run()
+    finished(engine, "abort", "length", "length")
+    assert engine.texts()[1:] == [solo([3, 4], 9), solo([5], 2)]
+    assert waiting.cached_tokens == 0
+
+
+def test_p14_a_request_that_waits_does_not_use_its_prefix():
+    engine = Engine(size=15, page_size=1, policy="fcfs")
+    slots = engine.allocator.alloc(3)
+    engine.kv[slots.numpy()] = [1, 1002, 2003]
+    engine.cache.insert([1, 2, 3], slots)
+    long = engine.add([9], max_tokens=12)
+    engine.step()
+    assert long.state is State.RUNNING
+    engine.scheduler.ratio = 1.0
+    waiting = engine.add([1, 2, 3, 4], max_tokens=4)
+    hits = [n.hit_count for n in engine.cache.nodes()]
+    for _ in range(5):
+        engine.step()
+        assert waiting.state is State.WAITING
+    assert [n.hit_count for n in engine.cache.nodes()] == hits
+    assert engine.cache.stats.lookups == 1
+    engine.run()
+    assert (engine.cache.stats.lookups, engine.cache.stats.hit_tokens) == (2, 3)
+    finished(engine, "length", "length")
+    assert engine.texts() == [solo([9], 12), solo([1, 2, 3, 4], 4)]
