@@ -33,7 +33,6 @@ from minikv.engine.build import (
 )
 from minikv.engine.events import EventLog
 from minikv.engine.grammar import Grammars
-from minikv.engine.landing import Landing
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
 from minikv.engine.request import Delta, Output, Request, State
@@ -43,6 +42,7 @@ from minikv.engine.stats import Stats
 from minikv.engine.text import TextStream
 from minikv.engine.turns import Turns
 from minikv.errors import ArgumentError, StateError
+from minikv.kernels.staging import Landing
 from minikv.memory import PagedAllocator, RequestTable
 from minikv.models.files.load import pick_dtype
 from minikv.prefix import RadixCache
@@ -184,7 +184,6 @@ class LLM:
             progress=progress,
         )  # fmt: skip
         self._landing = Landing(self.device)
-        self._last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=self.device)
         self.overlaps = self.device.type == "cuda"  # on a CPU nothing works meanwhile
         self._flight: Flight | None = None  # the step that was launched before its turn
         self._turns, self._steps, self._closed = Turns(), 0, False
@@ -436,7 +435,7 @@ class LLM:
             if variant == "logits":
                 out = self.sampler.choose(out, batch.sampled, batch)
             rows = [r.row for r in batch.sampled]
-            self._last_tokens[rows] = out if out.dim() == 1 else out[:, 0].long()
+            self.table.last_tokens[rows] = out if out.dim() == 1 else out[:, 0].long()
             return Flight(batch, self._landing.send(out))
 
     def _deliver(self, batch: Batch | None = None) -> None:
@@ -467,7 +466,7 @@ class LLM:
             if variant != "logits":
                 self.sampler.fill(batch, variant)
             if (batch.token_ids < 0).any():
-                newest = self._last_tokens[batch.rows].clamp_min(0).to(batch.token_ids.device)
+                newest = self.table.last_tokens[batch.rows].clamp_min(0).to(batch.token_ids.device)
                 batch.token_ids = newest
             return self.runner(batch, variant)
         self.attention.begin_extend(batch.rows, batch.prefix_lens, batch.seq_lens, batch.out_slots)

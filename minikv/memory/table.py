@@ -216,30 +216,6 @@ class RequestTable:
                     "seq_lens", b, f"row {r} holds columns 0 to {self.max_context}, not {a} to {b}"
                 )
 
-    def truncate(self, row: int, length: int) -> torch.Tensor:
-        """Shorten a row to its first `length` columns; nothing waits for the device.
-
-        Returns
-        -------
-        Tensor
-            int64 ``[n]`` on the table's device: the slots that left the row, in order, and none
-            where the row is no longer than that. The first ``-length % page_size`` of them lie on a
-            page that the row keeps: free the others.
-
-        Raises
-        ------
-        ArgumentError
-            For a row that is not in use, or a length below 0.
-        """
-        row, length = whole("row", row, 0), whole("length", length, 0)
-        if not self.is_held(row):
-            raise ArgumentError("row", row, "is not in use; shorten rows from alloc()")
-        gone = self.table[row, length : self.end(row, length)]
-        slots = gone.long()
-        gone.zero_()
-        self._ends[row] = min(self._ends[row], length)
-        return slots
-
     def is_held(self, row: int) -> bool:
         """Whether `row` was handed out and not freed since."""
         return 0 < row <= self.max_requests and bool(self._held[row])

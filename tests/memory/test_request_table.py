@@ -238,44 +238,6 @@ def test_the_end_of_a_row_is_known_however_it_was_filled() -> None:
     assert t.end(a) == 0
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_p03_a_row_is_shortened_and_what_left_it_is_freed_once(page_size, where) -> None:
-    a, t = PagedAllocator(64, page_size, where), RequestTable(2, 32, where)
-    cache = RadixCache(page_size, a, t)
-    request = SimpleNamespace(
-        token_ids=np.arange(20), computed=0, row=0, node=None, protected_len=0, namespace=None
-    )
-    (request.row,) = t.alloc(1)
-    last = torch.tensor([-1], device=where)
-    for start, end, kept in ((0, 6, 6), (6, 11, 7), (7, 12, 12), (12, 16, 13), (13, 14, 12)):
-        slots = a.alloc_extend(torch.tensor([start]), torch.tensor([end]), last, end - start)
-        t.write([request.row], [start], [end], slots)
-        left = t.truncate(request.row, kept)
-        assert left.dtype == torch.int64
-        assert left.tolist() == ([] if kept == end else slots.tolist()[kept - end :])
-        a.free(left[-kept % page_size :])
-        last = t.last_slots([request.row], [kept])
-        assert t.end(request.row) == kept
-        assert a.size - a.available_size() == -(-kept // page_size) * page_size
-    assert t.truncate(request.row, 30).tolist() == [], "it never grows a row"
-    request.computed = 12
-    cache.cache_finished(request)
-    assert a.available_size() + cache.evictable_size == 64
-    cache.check(owned=())
-    assert not t.table.any()
-
-
-def test_rows_that_are_not_in_use_are_not_shortened() -> None:
-    t = RequestTable(2, 8)
-    for row, length, named in (
-        (1, 0, "row=1: is not in use"),
-        (0, 0, "row=0"),
-        (1, -1, "length=-1"),
-    ):
-        with pytest.raises(ArgumentError, match=named):
-            t.truncate(row, length)
-
-
 @pytest.mark.gpu
 def test_the_end_of_a_written_row_is_known_without_waiting() -> None:
     t = RequestTable(2, 8, device="cuda")
