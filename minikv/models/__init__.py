@@ -1,4 +1,7 @@
-"""Models: shapes, decoders, tokenizers, and where their weights come from. Start with :func:`load`."""
+"""Models: shapes, decoders, tokenizers, and where their weights come from.
+
+Start with :func:`load`.
+"""
 
 from minikv.models.config import ModelConfig
 from minikv.models.decoder import Decoder

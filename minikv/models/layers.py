@@ -29,16 +29,15 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.shape[0]
-        if x.device.type == "cpu" and x.dtype == torch.float32 and 1 <= tokens <= 8:
-            if (
-                tokens == 1 and torch.compiler.is_compiling()
-            ):  # a loop that Inductor joins to those around it
-                out = (self.weight * x).sum(-1)[None]
-            else:  # MKL reads the weights up to twice as fast this way round, if there are at least two columns
-                columns = torch.cat((x, x)) if tokens == 1 else x  # [max(T, 2), in]
-                out = (self.weight @ columns.t()).t()[:tokens].contiguous()
-            return out if self.bias is None else out + self.bias
-        return F.linear(x, self.weight, self.bias)
+        if x.device.type != "cpu" or x.dtype != torch.float32 or not 1 <= tokens <= 8:
+            return F.linear(x, self.weight, self.bias)
+        if tokens == 1 and torch.compiler.is_compiling():
+            out = (self.weight * x).sum(-1)[None]  # a loop that Inductor joins to its neighbours
+        else:
+            # MKL reads the weights up to twice as fast this way round, given two columns or more.
+            columns = torch.cat((x, x)) if tokens == 1 else x
+            out = (self.weight @ columns.t()).t()[:tokens].contiguous()
+        return out if self.bias is None else out + self.bias
 
 
 class RMSNorm(nn.Module):

@@ -23,8 +23,8 @@ from minikv.memory.pool_kernels import FP8
 from minikv.models import ModelConfig, random_model
 from minikv.models.fused.between import add_norm, silu_mul
 from minikv.models.fused.decoder import FusedDecoder, fused_for
-from minikv.models.fused.few_rows import ProductTiles, add_parts, multiply
-from minikv.models.fused.one_row import LinearTiles, project
+from minikv.models.fused.few_rows import add_parts, multiply
+from minikv.models.fused.one_row import Tiles, project
 from minikv.models.fused.qkv import rotate_and_store
 
 CUDA = torch.cuda.is_available()
@@ -94,21 +94,22 @@ def test_one_row_times_a_matrix(device, dtype, n, k, parts) -> None:
 def test_tiles_may_be_wider_than_the_matrix_or_not_divide_it(device, dtype, tiles) -> None:
     x, w, r, g = (torch.randn(*s).to(device, dtype) for s in ((1, 80), (22, 80), (1, 22), (80,)))
     want = project_torch(x.double(), w.double(), residual=r.double(), norm=g.double(), eps=1e-5)
-    got = project(x, w, residual=r, norm=g, eps=1e-5, tiles=LinearTiles(*tiles))
+    got = project(x, w, residual=r, norm=g, eps=1e-5, tiles=Tiles(*tiles))
     same(got, project_torch(x, w, residual=r, norm=g, eps=1e-5), want)
 
 
 @pytest.mark.parametrize("rows", [2, 17, 32])
 @pytest.mark.parametrize(("n", "k"), [(40, 72), (46, 200)])
 @pytest.mark.parametrize(("options", "tiles"), [
-    ("", None), ("bias", None), ("gated", None), ("bias gated", (16, 64, 4, 2)), ("", (16, 16, 1, 1)),
-    ("bias", (32, 16, 2, 3, 2)), ("bias", (16, 32, 2, 3, 4)), ("", (16, 128, 2, 3, 3)),
+    ("", None), ("bias", None), ("gated", None), ("bias gated", (16, 64, 4, 2)),
+    ("", (16, 16, 1, 1)), ("bias", (32, 16, 2, 3, 2)),
+    ("bias", (16, 32, 2, 3, 4)), ("", (16, 128, 2, 3, 3)),
 ])  # fmt: skip
 def test_a_few_rows_times_a_matrix(device, dtype, rows, n, k, options, tiles) -> None:
     gated = "gated" in options
     x, w = torch.randn(rows, k).to(device, dtype), (torch.randn(n, k) / k**0.5).to(device, dtype)
     bias = torch.randn(n).to(device, dtype) if "bias" in options else None
-    got = multiply(x, w, bias, gated=gated, tiles=None if tiles is None else ProductTiles(*tiles))
+    got = multiply(x, w, bias, gated=gated, tiles=None if tiles is None else Tiles(*tiles))
     want = multiply_torch(x.double(), w.double(), wide(bias), gated=gated)
     same(add_parts(got, dtype), multiply_torch(x, w, bias, gated=gated), want)
 

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save(name: str, folder: Path, **options: Any) -> Any:
-    """Write the checkpoint of a case, all its tensors random, and return transformers' model of it."""
+    """Write the checkpoint of a case, all its tensors random; returns transformers' model of it."""
     family, settings = CASES[name]
     config = getattr(transformers, f"{family}Config")(**settings)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()

@@ -17,15 +17,20 @@ transformers = pytest.importorskip("transformers")
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 )
+EACH = "{% for m in messages %}"
 TEMPLATES = {
     "plain": CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "bos-and-strip": "{{ bos_token }}{%- for m in messages %}\n  {{- m.content | trim }}{{ eos_token }}\n{%- endfor %}",
-    "tools": "{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}{{ messages | tojson }}{{ documents is none }}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    "break": "{% for m in messages %}{{ m.role }}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}",
-    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "bos-and-strip": "{{ bos_token }}{%- for m in messages %}\n"
+    "  {{- m.content | trim }}{{ eos_token }}\n{%- endfor %}",
+    "tools": "{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}"
+    "{{ messages | tojson }}{{ documents is none }}",
+    "namespace": "{% set ns = namespace(n=0) %}"
+    + EACH
+    + "{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "break": EACH + "{{ m.role }}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}",
+    "generation": EACH + "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "date": "{{ strftime_now('%Y') }}",
-    "missing-content": "{% for m in messages %}{{ m.content is defined }}{% endfor %}",
+    "missing-content": EACH + "{{ m.content is defined }}{% endfor %}",
 }
 CHAT = [
     {"role": "system", "content": "Be <brief> & 'kind'."},

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minikv.device import refuse_interpreted_bf16
+from minikv.kernels.dependent import let_next_start, wait_for_previous
+from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 from minikv.models.fused.few_rows import sum_of_parts
-from minikv.models.fused.one_row import launch
 
 
 def add_norm(
@@ -32,22 +32,27 @@ def add_norm(
     normed, total
         Both [rows, k].
     """
-    refuse_interpreted_bf16(x=x)
     rows, k = x.shape
-    normed, total = torch.empty_like(x), x if delta is None else torch.empty_like(x)
+    normed, total, parts = torch.empty_like(x), x, 1
+    if delta is not None:
+        total = torch.empty_like(x)
+        parts = delta.shape[0] if delta.dim() == 3 else 1
     block = triton.next_power_of_2(k)
-    args = (x, delta, norm, normed, total, eps)
-    parts = delta.shape[0] if delta is not None and delta.dim() == 3 else 1
-    warps = max(1, min(8, block // 512))
     launch(
-        add_norm_kernel, (rows, 1), args, warps, dependent=dependent, K=k, BLOCK=block, PARTS=parts
+        add_norm_kernel,
+        (rows,),
+        (x, delta, norm, normed, total, eps),
+        num_warps=max(1, min(8, block // 512)),
+        dependent=dependent,
+        K=k,
+        BLOCK=block,
+        PARTS=parts,
     )
     return normed, total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of [rows, 2 k], gate in the first half of each row: [rows, k]."""
-    refuse_interpreted_bf16(gate_up=gate_up)
     rows, k = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, k), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(k))
@@ -68,13 +73,11 @@ def add_norm_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per row: ``t = x + delta``, ``t / sqrt(mean(t^2) + eps) * norm``."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
+    let_next_start(DEPENDENT)
     i = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * K + i
     weight = tl.load(norm + i, mask=i < K, other=0.0).to(tl.float32)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # type: ignore
+    wait_for_previous(DEPENDENT)
     t = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)
     if delta is not None:
         t += sum_of_parts(
@@ -90,9 +93,8 @@ def add_norm_kernel(
 @triton.jit
 def silu_mul_kernel(gate_up, out, K: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Program (row, b): columns ``b * BLOCK ..`` of one row."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
-        tl.extra.cuda.gdc_wait()  # type: ignore
+    let_next_start(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * K + i, mask=i < K, other=0.0).to(tl.float32)

@@ -9,30 +9,17 @@ own, which the kernel that reads the product adds up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from minikv.attention.tiles import shared_bytes
-from minikv.device import capability_of, refuse_interpreted_bf16
+from minikv.device import capability_of
+from minikv.kernels.dependent import let_next_start, wait_for_previous
+from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
-from minikv.models.fused.one_row import gate_times_up, launch
+from minikv.models.fused.one_row import Tiles, gate_times_up
 
-MOST_ROWS = 32
-"""Rows up to which these kernels are used; cuBLAS reads larger batches as fast."""
-
-
-@dataclass(frozen=True)
-class ProductTiles:
-    """What one program computes: `block_n` outputs of all rows, in steps of `block_k` inputs of its
-    part."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    parts: int = 1
+MOST_ROWS = 32  # up to which these kernels are used; cuBLAS reads larger batches as fast
 
 
 def multiply(
@@ -41,7 +28,7 @@ def multiply(
     bias: Tensor | None = None,
     *,
     gated: bool = False,
-    tiles: ProductTiles | None = None,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """``act(x @ weight.T + bias)``, perhaps in parts that are still to be added up; see
     :func:`add_parts`.
@@ -64,22 +51,23 @@ def multiply(
     Tensor
         [rows, n or n / 2] in x's dtype, or fp32 [parts, rows, n].
     """
-    refuse_interpreted_bf16(x=x, weight=weight)
-    (rows, k), n = x.shape, weight.shape[0] // 2 if gated else weight.shape[0]
-    if tiles is None:
-        tiles = tiles_of(rows, n, gated, x.dtype.itemsize, capability_of(x.device))
+    rows, (n, k) = x.shape[0], weight.shape
+    if gated:
+        n //= 2
+    tiles = tiles or tiles_of(rows, n, gated, x.dtype.itemsize, capability_of(x.device))
     assert not gated or tiles.parts == 1, "a gate needs the whole sum"
-    shape, dtype = (
-        ((rows, n), x.dtype) if tiles.parts == 1 else ((tiles.parts, rows, n), torch.float32)
-    )
-    out = torch.empty(shape, dtype=dtype, device=x.device)
+    if tiles.parts == 1:
+        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    else:
+        out = torch.empty((tiles.parts, rows, n), dtype=torch.float32, device=x.device)
     span = triton.cdiv(triton.cdiv(k, tiles.parts), tiles.block_k) * tiles.block_k
     launch(
         few_rows_kernel,
         (triton.cdiv(n, tiles.block_n), tiles.parts),
         (x, weight, bias, out, rows, n),
-        tiles.num_warps,
-        tiles.num_stages,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        dependent=True,
         K=k,
         SPAN=span,
         BLOCK_M=max(16, triton.next_power_of_2(rows)),
@@ -95,42 +83,43 @@ def add_parts(product: Tensor, dtype: torch.dtype) -> Tensor:
     return product if product.dim() == 2 else product.sum(0).to(dtype)
 
 
-def tiles_of(
-    rows: int, n: int, gated: bool, item_bytes: int, capability: tuple[int, int]
-) -> ProductTiles:
+def tiles_of(rows: int, n: int, gated: bool, item_bytes: int, capability: tuple[int, int]) -> Tiles:
     """Block sizes for n outputs (pairs when `gated`), for numbers of `item_bytes`.
 
     How a sum is cut into parts follows from n alone: a row's result must not depend on how many
     others there are. (Tensor cores add up 16 inputs at a time, in order, whatever the block.)
     """
-    parts = 1 if gated or n >= 16384 else 2 if n >= 2048 else 4
+    parts = 4
+    if gated or n >= 16384:
+        parts = 1
+    elif n >= 2048:
+        parts = 2
     if item_bytes == 4:  # without tensor cores a dot lives in registers
-        return ProductTiles(16, 32, 4, 2, parts)
+        return Tiles(16, 32, 4, 2, parts)
     if n >= 16384:
-        return ProductTiles(32, 128, 2, 5)
+        return Tiles(32, 128, 2, 5)
     if gated and shared_bytes(capability) >= 160 * 1024:
-        return ProductTiles(32, 256, 4, 3) if rows <= 16 else ProductTiles(64, 128, 4, 4)
-    return ProductTiles(16, 128, 2, 5, parts)
+        return Tiles(32, 256, 4, 3) if rows <= 16 else Tiles(64, 128, 4, 4)
+    return Tiles(16, 128, 2, 5, parts)
 
 
 @triton.jit(do_not_specialize=["rows", "n"])
 def few_rows_kernel(
     x, weight, bias, out, rows, n,
-    K: tl.constexpr, SPAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (b, p): outputs ``b * BLOCK_N ..`` of all rows, summed over the inputs ``p * SPAN
     ..`` of part p."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
+    let_next_start(DEPENDENT)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     low = tl.program_id(1) * SPAN
     high = tl.minimum(low + SPAN, K)
     kind = x.dtype.element_ty
     line = weight + tl.minimum(column, n - 1).to(tl.int64) * K
     other_line = line + n.to(tl.int64) * K
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # type: ignore
+    wait_for_previous(DEPENDENT)
     row = tl.arange(0, BLOCK_M)
     i = tl.arange(0, BLOCK_K)
     EVEN: tl.constexpr = K % SPAN == 0 and SPAN % BLOCK_K == 0

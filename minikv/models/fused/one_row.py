@@ -12,28 +12,30 @@ do for small batches, too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from minikv.device import refuse_interpreted_bf16
-from minikv.kernels import launch as launching
+from minikv.kernels.dependent import let_next_start, wait_for_previous
+from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 
+# Bytes up to which a matrix is fetched ahead of its use. The L2 cache loses parts of larger ones
+# before they are read: one request of Llama-3-8B's shape took 20 % longer on an H200 with all of
+# them fetched ahead.
 AHEAD_BYTES = 1 << 24
-"""Size up to which a matrix is fetched ahead of its use. The L2 cache loses parts of larger ones
-before they are read: one request of Llama-3-8B's shape took 20 % longer on an H200 with everything
-fetched ahead."""
 
 
 @dataclass(frozen=True)
-class LinearTiles:
-    """What one program computes: `block_n` outputs, in steps of `block_k` inputs."""
+class Tiles:
+    """What one program of a product computes: `block_n` outputs, in steps of `block_k` inputs; with
+    `parts`, only of its part of the inputs."""
 
     block_n: int
     block_k: int
     num_warps: int
+    num_stages: int = 3
+    parts: int = 1
 
 
 def project(
@@ -45,7 +47,7 @@ def project(
     eps: float = 0.0,
     gated: bool = False,
     residual: Tensor | None = None,
-    tiles: LinearTiles | None = None,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """``residual + act(rms_norm(x) @ weight.T + bias)`` in one kernel, for one row.
 
@@ -73,15 +75,17 @@ def project(
     Tensor
         [1, n or n / 2] in x's dtype.
     """
-    refuse_interpreted_bf16(x=x, weight=weight)
-    n, k = weight.shape[0] // 2 if gated else weight.shape[0], x.shape[1]
+    n, k = weight.shape
+    if gated:
+        n //= 2
+    tiles = tiles or tiles_of(n, k, gated)
     out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    tiles = tiles_of(n, k, gated) if tiles is None else tiles
     launch(
         one_row_kernel,
-        (triton.cdiv(n, tiles.block_n), 1),
+        (triton.cdiv(n, tiles.block_n),),
         (x, weight, bias, norm, residual, out, n, eps),
-        tiles.num_warps,
+        num_warps=tiles.num_warps,
+        dependent=True,
         K=k,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -92,38 +96,19 @@ def project(
     return out
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, int],
-    args: tuple[Any, ...],
-    num_warps: int = 4,
-    num_stages: int = 3,
-    dependent: bool = True,
-    **constexprs: Any,
-) -> None:
-    """:func:`minikv.kernels.launch.launch`, dependent unless told otherwise."""
-    launching.launch(
-        kernel,
-        grid,
-        args,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        dependent=dependent,
-        **constexprs,
-    )
-
-
-def tiles_of(n: int, k: int, gated: bool) -> LinearTiles:
+def tiles_of(n: int, k: int, gated: bool) -> Tiles:
     """Block sizes for n outputs (pairs when `gated`) of k inputs: small programs, many of which
     share a processor."""
     whole = max(32, triton.next_power_of_2(k))
     if k >= 4096 and not gated:
-        return LinearTiles(8 if n >= 16384 else 4, 1024, 4)
+        return Tiles(8 if n >= 16384 else 4, 1024, 4)
     if n >= 16384:
-        return LinearTiles(8, min(512, whole), 2)
+        return Tiles(8, min(512, whole), 2)
     if gated:
-        return LinearTiles(2, min(512, whole), 2)
-    return LinearTiles(4, min(512, whole), 2) if n >= 2048 else LinearTiles(2, min(1024, whole), 4)
+        return Tiles(2, min(512, whole), 2)
+    if n >= 2048:
+        return Tiles(4, min(512, whole), 2)
+    return Tiles(2, min(1024, whole), 4)
 
 
 @triton.jit
@@ -174,8 +159,8 @@ def one_row_kernel(
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
     WARPS: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """``y[j] = sum_i x[i] w[j, i]``: one program computes `BLOCK_N` outputs from as many rows of the
-    weights; gated, from as many of the gate and as many of what it multiplies.
+    """``y[j] = sum_i x[i] w[j, i]``: one program computes `BLOCK_N` outputs from as many rows of w;
+    gated, from as many of the gate and as many of what it multiplies.
 
     ::
 
@@ -188,9 +173,8 @@ def one_row_kernel(
     What is loaded after the wait is loaded at once, x and the residual together: a trip to the L2
     cache takes as long as a tenth of the whole kernel.
     """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
-    PARTS: tl.constexpr = 2 if GATED else 1  # gate, and what it multiplies: n rows of w each
+    let_next_start(DEPENDENT)
+    PARTS: tl.constexpr = 1 + GATED  # n rows of w each: the gate, and what it multiplies
     kind = x.dtype.element_ty
     first = tl.program_id(0) * BLOCK_N
     column = first + tl.arange(0, BLOCK_N)
@@ -201,11 +185,10 @@ def one_row_kernel(
     tile = tl.load(at, mask=live[None, :, None] & (i < K)[None, None, :], other=0.0)
     if norm is not None:
         gain = tl.load(norm + i, mask=i < K, other=0.0)
-    if DEPENDENT:
-        if AHEAD:
-            row_bytes: tl.constexpr = K * weight.dtype.element_ty.primitive_bitwidth // 8
-            fetch_ahead(weight, first, n, PARTS, row_bytes, BLOCK_N, WARPS)
-        tl.extra.cuda.gdc_wait()  # type: ignore
+    if AHEAD and DEPENDENT:
+        row_bytes: tl.constexpr = K * weight.dtype.element_ty.primitive_bitwidth // 8
+        fetch_ahead(weight, first, n, PARTS, row_bytes, BLOCK_N, WARPS)
+    wait_for_previous(DEPENDENT)
 
     v = tl.load(x + i, mask=i < K, other=0.0).to(tl.float32)
     old = 0.0

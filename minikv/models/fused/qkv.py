@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minikv.device import refuse_interpreted_bf16
+from minikv.kernels.dependent import let_next_start, wait_for_previous
+from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 from minikv.memory.pool_kernels import FP8, _converted, row_offset
 from minikv.models.fused.few_rows import sum_of_parts
-from minikv.models.fused.one_row import launch
 
 HEADS = 4  # that one program takes
 
@@ -34,8 +34,8 @@ def rotate_and_store(
     eps: float = 0.0,
     dependent: bool = True,
 ) -> Tensor:
-    """Rotated queries; keys (rotated) and values go to the pool. It rounds where the plain decoder's
-    operations do.
+    """Rotated queries; keys (rotated) and values go to the pool. It rounds where the plain
+    decoder's operations do.
 
     Parameters
     ----------
@@ -60,7 +60,6 @@ def rotate_and_store(
     Tensor
         [tokens, q_heads, d].
     """
-    refuse_interpreted_bf16(qkv=qkv, k_cache=k_cache)
     kv_heads, d = k_cache.shape[1:]
     tokens, heads = qkv.shape[-2], qkv.shape[-1] // d
     q_heads = heads - 2 * kv_heads
@@ -99,16 +98,15 @@ def rotate_and_store(
 def rotate_kernel(
     qkv, q, k_cache, v_cache, cos, sin, q_norm, k_norm, positions, slots,
     num_slots, eps,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, SATURATE: tl.constexpr, DEPENDENT: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, SATURATE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (t, b): heads ``b * HEADS ..`` of token t, as two halves a, b [HEADS, d / 2].
 
     Turned, they are ``a cos - b sin`` and ``b cos + a sin``. Queries go to `q`, keys and values to
     the pool; values are neither normalised nor turned.
     """
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
+    let_next_start(DEPENDENT)
     HALF: tl.constexpr = D // 2
     kind = q.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -125,8 +123,7 @@ def rotate_kernel(
         norm = tl.where(is_q[:, None], q_norm + i[None, :], k_norm + i[None, :])
         norm_a = tl.load(norm, mask=inside[None, :], other=0.0).to(tl.float32)
         norm_b = tl.load(norm + HALF, mask=inside[None, :], other=0.0).to(tl.float32)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # type: ignore
+    wait_for_previous(DEPENDENT)
 
     ALL: tl.constexpr = Q_HEADS + 2 * KV_HEADS
     mask = (head < ALL)[:, None] & inside[None, :]
