@@ -137,14 +137,13 @@ def extend_attention(
     [1.5, 2.0, 9.0]
     """
     opts = options.check(locals())
-    if use_triton(backend, q.device):
-        lists = qo_indptr, kv_indptr, kv_indices
-        splits = None if plan is None else plan.num_kv_splits
-        return launch_extend(
-            q, k, v, k_cache, v_cache, *lists, opts, max_extend_len, return_lse, out, splits
-        )
-    parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, qo_indptr, new_keys=True)
-    return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out, k, v)
+    if not use_triton(backend, q.device):
+        parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, qo_indptr, new_keys=True)
+        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out, k, v)
+    o, lse = options.outputs(q, v_cache, out, return_lse)
+    lists, splits = (qo_indptr, kv_indptr, kv_indices), plan and plan.num_kv_splits
+    launch_extend(q, k, v, k_cache, v_cache, o, lse, *lists, opts, max_extend_len, splits)
+    return o if lse is None else (o, lse)
 
 
 def extend_attention_unified(
@@ -230,11 +229,13 @@ backend
     [5.0, 4.2...]
     """
     opts = options.check(locals())
-    if use_triton(backend, q.device):
-        lists = qo_indptr, kv_indptr, kv_indices, prefix_lens
-        return launch_unified(q, k_cache, v_cache, *lists, opts, max_extend_len, return_lse, out)
-    parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, qo_indptr)
-    return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out)
+    if not use_triton(backend, q.device):
+        parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, qo_indptr)
+        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out)
+    o, lse = options.outputs(q, v_cache, out, return_lse)
+    lists = qo_indptr, kv_indptr, kv_indices, prefix_lens
+    launch_unified(q, k_cache, v_cache, o, lse, *lists, opts, max_extend_len)
+    return o if lse is None else (o, lse)
 
 
 def decode_attention(
@@ -330,19 +331,10 @@ def decode_attention(
     opts = options.check(locals())
     if plan is not None:
         plan.check(q, v_cache, num_kv_splits, sliding_window)
-    if use_triton(backend, q.device):
-        return launch_decode(
-            q,
-            k_cache,
-            v_cache,
-            kv_indptr,
-            kv_indices,
-            opts,
-            num_kv_splits,
-            plan,
-            return_lse,
-            out,
-            early=early,
-        )
-    parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts)
-    return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out)
+    if not use_triton(backend, q.device):
+        parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts)
+        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out)
+    o, lse = options.outputs(q, v_cache, out, return_lse)
+    lists = kv_indptr, kv_indices
+    launch_decode(q, k_cache, v_cache, o, lse, *lists, opts, num_kv_splits, plan, early=early)
+    return o if lse is None else (o, lse)

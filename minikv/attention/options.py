@@ -106,6 +106,27 @@ class Options:
     v_scale: float = 1.0
     page_size: int = 1
 
+    # What kernels take: an option that is off is None.
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window if self.sliding_window >= 0 else None
+
+    @property
+    def cap(self) -> float | None:
+        return self.logit_cap if self.logit_cap > 0 else None
+
+    @property
+    def rule(self) -> int:
+        """0: no temperature, 1: "log", 2: "inverse"."""
+        if self.xai_temperature_len < 0:
+            return 0
+        return 1 if self.xai_temperature_rule == "log" else 2
+
+    @property
+    def mask_bytes(self) -> Tensor | None:
+        return None if self.custom_mask is None else self.custom_mask.view(torch.uint8)
+
 
 # Arguments of the public functions that are no field of `Options`.
 NOT_OPTIONS = (TENSORS.keys() - OPTIONAL) | {
@@ -281,3 +302,15 @@ def _shown(tensor: Any) -> object:
     if not isinstance(tensor, Tensor):
         return tensor
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
+def outputs(
+    q: Tensor, v_cache: Tensor, out: Tensor | None, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Memory for the result [tokens, q_heads, d_v], if `out` is None, and for its log-sum-exp."""
+    tokens, q_heads, _ = q.shape
+    if out is None:
+        out = torch.empty((tokens, q_heads, v_cache.shape[2]), dtype=q.dtype, device=q.device)
+    if not return_lse:
+        return out, None
+    return out, torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device)

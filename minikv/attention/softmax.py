@@ -21,10 +21,13 @@ from minikv.kernels.triton import tl, triton
 
 @triton.jit
 def tanh(x):
-    """tanh from an exponential that cannot overflow: ``e = exp(-2|x|)`` lies in [0, 1]."""
+    """tanh from an exponential that cannot overflow: ``e = exp(-2|x|)`` lies in [0, 1]. Near 0,
+    where ``1 - e`` would lose its digits, the beginning of the series."""
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
     t = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -t, t)
+    y = x * x
+    near = x - x * y * (0.3333333333333333 - y * (0.13333333333333333 - y * 0.05396825396825397))
+    return tl.where(y < 0.0225, near, tl.where(x < 0, -t, t))
 
 
 @triton.jit
@@ -42,28 +45,26 @@ def temperature(q_pos, length, RULE: tl.constexpr):
 
 
 @triton.jit
-def row_factor(q_pos, scale, cap, length, CAP: tl.constexpr, RULE: tl.constexpr):
+def row_factor(q_pos, length, scale, cap, RULE: tl.constexpr):
     """The `factor` of each query row [M] (top of the file). `scale` must not be negative: see
     `online_softmax`."""
-    if CAP:
+    if cap is not None:
         return temperature(q_pos, length, RULE) * (cap * 1.4426950408889634)
     else:
         return temperature(q_pos, length, RULE) * (scale * 1.4426950408889634)
 
 
 @triton.jit
-def capped(qk, scale, cap, CAP: tl.constexpr):
+def capped(qk, scale, cap):
     """The `x` of each dot product [M, N] (see the top of the file)."""
-    if CAP:
+    if cap is not None:
         return tanh(qk * (scale / cap))
     else:
         return qk
 
 
 @triton.jit
-def visible(
-    q_pos, kv_pos, kv_begin, kv_end, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BEGIN: tl.constexpr
-):  # fmt: skip
+def visible(q_pos, kv_pos, kv_begin, kv_end, window, CAUSAL: tl.constexpr, BEGIN: tl.constexpr):
     """Which keys [N] each query [M] may see: in [kv_begin, kv_end), not after itself, at most
     `window` behind itself.
 
@@ -75,7 +76,7 @@ def visible(
         seen = kv_pos[None, :] <= tl.minimum(q_pos, kv_end - 1)[:, None]
     else:
         seen = kv_pos[None, :] < kv_end
-    if WINDOW:
+    if window is not None:
         seen = seen & (kv_pos[None, :] >= tl.maximum(q_pos - window, kv_begin)[:, None])
     elif BEGIN:
         seen = seen & (kv_pos[None, :] >= kv_begin)
@@ -107,12 +108,17 @@ def online_softmax(x, factor, seen, m_i, l_i):
 
 
 @triton.jit
+def log2_sum(m_i, l_i):
+    """Log to base 2 of the sum over keys [M]; -inf for a row that saw none. Partial results are
+    weighed by it."""
+    empty = l_i == 0.0
+    return tl.where(empty, float("-inf"), m_i + tl.log2(tl.where(empty, 1.0, l_i)))
+
+
+@triton.jit
 def log_sum_exp(m_i, l_i):
     """Natural log of the sum over keys [M]; -inf for a row that saw none."""
-    empty = l_i == 0.0
-    return tl.where(
-        empty, float("-inf"), (m_i + tl.log2(tl.where(empty, 1.0, l_i))) * 0.6931471805599453
-    )
+    return log2_sum(m_i, l_i) * 0.6931471805599453
 
 
 @triton.jit
@@ -163,142 +169,43 @@ def load_rows(base, offsets, columns, live, D: tl.constexpr, BLOCK_END: tl.const
 
 
 @triton.jit
-def tile_range(lo, hi, full_lo, full_hi, BLOCK_N: tl.constexpr):
-    """Cut the keys [lo, hi) into tiles: the middle ones, whole within [full_lo, full_hi), need no
-    mask.
-
-    Returns (first tile, masked tiles before the middle, tiles in the middle, masked tiles in all).
-    """
-    first = lo // BLOCK_N
-    last = tl.where(hi > lo, (hi + BLOCK_N - 1) // BLOCK_N, first)
-    full_first = tl.minimum(tl.maximum((full_lo + BLOCK_N - 1) // BLOCK_N, first), last)
-    full_last = tl.minimum(tl.maximum(full_hi // BLOCK_N, full_first), last)
-    middle = full_last - full_first
-    return first, full_first - first, middle, last - first - middle
-
-
-@triton.jit
-def find_request(qo_indptr, place, batch, steps, EXTRA: tl.constexpr, BLOCK_M: tl.constexpr):
-    """In a grid without empty programs: the request that owns `place`, and that request's first
-    place.
-
-    Request b owns the places from ``qo_indptr[b] // BLOCK_M + EXTRA * b`` on: never fewer than its
-    query tiles, at most EXTRA more, and known without reading lengths back to the host. `steps`
-    halvings find it.
-    """
-    low, high, begin = place * 0, batch + place * 0, place * 0
-    for _ in range(steps):
-        middle = (low + high) // 2
-        candidate = (tl.load(qo_indptr + middle) // BLOCK_M + EXTRA * middle).to(tl.int32)
-        below = candidate <= place
-        low, high = tl.where(below, middle, low), tl.where(below, high, middle)
-        begin = tl.where(below, candidate, begin)
-    return low, begin
-
-
-@triton.jit
-def attend(
-    acc, m_i, l_i, q, q_tail, q_pos, factor,
-    k_ptr, v_ptr, k_desc, v_desc, desc_column, slots_ptr, mask_rows,
-    base, origin, kv_begin, kv_end, mask_from, first, head_tiles, gap, num_tiles, window, scale, cap,
-    stride_k: tl.constexpr, stride_v: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BEGIN: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """Let one tile of queries see `num_tiles` tiles of keys: ``acc, m_i, l_i`` after them.
-
-    Tile i covers key positions ``origin + (first + i) * BLOCK_N + [0, BLOCK_N)``, `gap` tiles
-    further on from the `head_tiles`-th: the masked tiles lie before and after the unmasked ones.
-    The key at position p lies in row ``slots_ptr[base + p]`` of the pool, or without `slots_ptr` in
-    row ``base + p`` of the new keys. The slots of a tile are loaded one tile ahead, so that the
-    loads of K and V, which depend on them, can be issued early. Descriptors `k_desc`, `v_desc`
-    reach whole tiles of the same rows, from column ``desc_column * D`` on; for the pool they
-    promise that no tile crosses a page, so that one slot says where it lies. MASKED: 0, every query
-    sees every key of these tiles; 1, masked by position; 2, also by the custom mask, which has a
-    row for each query (pointers `mask_rows` [M]) and counts from position `mask_from` on.
-    """
-    n = tl.arange(0, BLOCK_N)
+def load_queries(
+    q, offsets, live, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr
+):
+    """Query rows at `offsets` [M]: their main tile, and the tile of the columns after it (if there
+    are none, the main tile again)."""
     columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
-    v_columns = tl.arange(0, BLOCK_DV)
-    kv_pos = origin + (first + tl.where(head_tiles > 0, 0, gap)) * BLOCK_N + n
-    row = base + kv_pos
-    if slots_ptr is not None:
-        if k_desc is not None:
-            row = tl.load(slots_ptr + base + origin + first * BLOCK_N).to(tl.int32)
-        else:
-            row = tl.load(
-                slots_ptr + row, mask=(kv_pos >= kv_begin) & (kv_pos < kv_end), other=0
-            ).to(tl.int32)
-    for i in range(num_tiles):
-        if MASKED > 0:
-            next_pos = (
-                origin + (first + i + 1 + tl.where(i + 1 >= head_tiles, gap, 0)) * BLOCK_N + n
-            )
-        else:
-            next_pos = origin + (first + tl.minimum(i + 1, num_tiles - 1)) * BLOCK_N + n
-        next_row = base + next_pos
-        if slots_ptr is not None:
-            if k_desc is not None:
-                next_tile = first + tl.minimum(i + 1, num_tiles - 1)
-                next_row = tl.load(slots_ptr + base + origin + next_tile * BLOCK_N).to(tl.int32)
-            elif MASKED > 0:
-                in_list = (next_pos >= kv_begin) & (next_pos < kv_end)
-                next_row = tl.load(slots_ptr + next_row, mask=in_list, other=0).to(tl.int32)
-            else:
-                next_row = tl.load(slots_ptr + next_row).to(tl.int32)
-        seen, live, live_v = None, None, None
-        if MASKED > 0:
-            live = kv_pos < kv_end
-            if BEGIN:
-                live = live & (kv_pos >= kv_begin)
-            seen = visible(q_pos, kv_pos, kv_begin, kv_end, window, CAUSAL, WINDOW, BEGIN)
-            live_v = live
-            if WINDOW:
-                live_v = live_v & (kv_pos >= tl.min(q_pos, 0) - window)
-            if MASKED == 2:
-                read = live & (kv_pos >= mask_from)
-                allowed = (
-                    tl.load(mask_rows[:, None] + kv_pos[None, :], mask=read[None, :], other=1) != 0
-                )
-                seen = seen & allowed
-                live_v = live_v & (tl.max(seen.to(tl.int32), 0) > 0)
-        # A masked key has weight 0, but 0 * NaN is NaN: values that nobody here sees are replaced
-        # by 0 as they load.
-        at = row
-        if slots_ptr is not None and k_desc is not None:
-            at = row + n
-        at = at.to(tl.uint32).to(tl.int64)
-        if k_desc is None:
-            k = load_rows(k_ptr, at * stride_k, columns, live, D, BLOCK_D).to(q.dtype)
-            v = load_rows(v_ptr, at * stride_v, v_columns, live_v, DV, BLOCK_DV).to(q.dtype)
-        else:
-            tile_row = base + origin + (first + i) * BLOCK_N
-            if slots_ptr is not None:
-                tile_row = row
-            k = k_desc.load([tile_row, desc_column * D])
-            v = v_desc.load([tile_row, desc_column * DV])
-        qk = tl.dot(q, k.T, input_precision="ieee")
-        if BLOCK_TAIL > 0:
-            k_tail = load_rows(
-                k_ptr, at * stride_k, tail_columns, live, D, BLOCK_D + BLOCK_TAIL
-            ).to(q.dtype)
-            qk = tl.dot(q_tail, k_tail.T, qk, input_precision="ieee")
-        p, alpha, m_i, l_i = online_softmax(capped(qk, scale, cap, CAP), factor, seen, m_i, l_i)
-        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
-        kv_pos = next_pos
-        row = next_row
-    return acc, m_i, l_i
+    tile = load_rows(q, offsets, columns, live, D, BLOCK_D)
+    tail = tile
+    if BLOCK_TAIL > 0:
+        tail = load_rows(q, offsets, tail_columns, live, D, BLOCK_D + BLOCK_TAIL)
+    return tile, tail
 
 
 @triton.jit
-def store_rows(
-    acc, m_i, l_i, sink, out, lse, row, head, live, stride_row, stride_head, DV: tl.constexpr, BLOCK_DV: tl.constexpr
-):  # fmt: skip
-    """Normalise and store the `live` rows of one head's tile, and their log-sum-exp if there is
-    `lse` [rows, heads]."""
-    columns = tl.arange(0, BLOCK_DV)
-    o = acc * normaliser(m_i, l_i, sink)[:, None]
-    where = out + row[:, None] * stride_row + head * stride_head + columns[None, :]
-    tl.store(where, o.to(out.dtype.element_ty), mask=live[:, None] & (columns[None, :] < DV))
-    if lse is not None:
-        tl.store(lse + row * tl.num_programs(0) + head, log_sum_exp(m_i, l_i), mask=live)
+def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """``acc, m_i, l_i`` before the first key."""
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    return tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), m_i, l_i
+
+
+# ---- dependent launch: a kernel may start before the one before it has ended (sm90 and newer)
+
+
+@triton.jit
+def start_dependent(DEPENDENT: tl.constexpr, EARLY: tl.constexpr):
+    """The first line of a kernel that is launched with ``dependent=True``: wait for the kernel
+    before it. With EARLY do not wait yet, and let the kernel after it come up meanwhile: what the
+    program reads before `wait_if_early` must be older than the kernel before it."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
+    elif DEPENDENT:
+        tl.extra.cuda.gdc_wait()  # type: ignore
+
+
+@triton.jit
+def wait_if_early(EARLY: tl.constexpr):
+    """Wait for the kernel before this one, if `start_dependent` has not."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # type: ignore

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from minikv.attention.options import Options
 
 SHARED_BYTES = {
     (7, 5): 65536,
@@ -63,6 +67,13 @@ def head_blocks(d: int) -> tuple[int, int]:
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()
+
+
+def head_sizes(d: int, d_v: int) -> dict[str, int]:
+    """The constexpr parameters of all attention kernels that say how wide heads are."""
+    block_d, block_tail = head_blocks(d)
+    blocks = {"BLOCK_D": block_d, "BLOCK_TAIL": block_tail, "BLOCK_DV": max(16, power_of_two(d_v))}
+    return {"D": d, "DV": d_v, **blocks}
 
 
 # --- extend ---
@@ -136,6 +147,45 @@ def unified_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch
     # to wild reads.
     few = not wide and (columns <= 256 or head_blocks(d_qk)[1] > 0)
     return Tiles(block_m, block_n, 4 if few else 8, stages, descriptors=hopper and columns <= 320)
+
+
+# --- tensor descriptors: Hopper's copy engine loads a whole tile by one instruction of one thread.
+# Through pointers every thread works out addresses and issues its own 16-byte copies; that costs
+# extend 5 to 20 %. A descriptor wants a rectangle: new keys are one, and so are the slots of a page.
+
+
+def row_descriptors(k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Any, Any]:
+    """Descriptors of keys ``[rows, heads, d_qk]`` and values ``[rows, heads, d_v]``, or Nones.
+
+    A tile is ``tiles.block_n`` rows by the main block of columns of one head (a tail block goes
+    through pointers): values need a power of two of them, heads must be adjacent and every row
+    aligned to 16 bytes.
+    """
+    block_d, d_v = head_blocks(k.shape[2])[0], v.shape[2]
+    for x in (k, v):
+        if x.stride(1) != x.shape[2] or x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
+            return None, None
+    fits = d_v == power_of_two(d_v) and max(block_d, d_v) <= 256 and k.shape[2] >= block_d
+    if not (tiles.descriptors and fits):
+        return None, None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    k_shape, v_shape = ([x.shape[0], x.shape[1] * x.shape[2]] for x in (k, v))
+    return (
+        TensorDescriptor(k, k_shape, [k.stride(0), 1], [tiles.block_n, block_d]),
+        TensorDescriptor(v, v_shape, [v.stride(0), 1], [tiles.block_n, d_v]),
+    )
+
+
+def pool_descriptors(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, opts: Options, tiles: Tiles
+) -> tuple[Any, Any]:
+    """Descriptors of the pool where every tile of a list lies in one page: lists from a page's
+    start, large pages."""
+    whole = opts.page_size % tiles.block_n == 0 and opts.window_start is None
+    if not whole or k_cache.dtype != q.dtype:
+        return None, None
+    return row_descriptors(k_cache, v_cache, tiles)
 
 
 # --- decode ---

@@ -3,75 +3,73 @@ for any batch."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from minikv.attention import descriptors, options
-from minikv.attention.extend import RULES
-from minikv.attention.softmax import (
-    attend,
-    find_request,
-    head_columns,
-    load_rows,
-    row_factor,
-    store_rows,
-    tile_range,
-)
+from minikv.attention.attend import Keys, Queries, attend, find_request, store_rows, tile_range
+from minikv.attention.options import Options
+from minikv.attention.softmax import load_queries, nothing_seen, row_factor
 from minikv.attention.tiles import (
+    capability_of,
     grid_places,
-    head_blocks,
-    power_of_two,
+    head_sizes,
+    pool_descriptors,
     unified_tiles,
 )
-from minikv.device import capability_of, refuse_interpreted_bf16
 from minikv.kernels.triton import tl, triton
 
 
 def launch_unified(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor,
-    qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, prefix_lens: Tensor, opts: options.Options,
-    max_extend_len: int | None = None, return_lse: bool = False, out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the Triton kernel."""
-    refuse_interpreted_bf16(q=q, k_cache=k_cache)
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    prefix_lens: Tensor,
+    opts: Options,
+    max_extend_len: int | None = None,
+) -> None:
+    """Run the Triton kernel of ``extend_attention_unified`` into `out` and `lse`."""
     tokens, q_heads, d = q.shape
     batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
-    o = torch.empty((tokens, q_heads, d_v), dtype=q.dtype, device=q.device) if out is None else out
-    lse = (
-        torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device) if return_lse else None
-    )
     if tokens == 0 or batch == 0:
-        return o if lse is None else (o, lse)
+        return
     tiles = unified_tiles(capability_of(q.device), d, d_v, q.dtype)
     compact, places = grid_places(tokens, batch, tiles.block_m, 2, max_extend_len)
-    block_d, block_tail = head_blocks(d)
-    k_desc, v_desc = descriptors.of_pool(q, k_cache, v_cache, opts, tiles, block_d)
     unified_kernel[(q_heads, places, 1 if compact else batch)](
-        q, k_cache, v_cache, k_desc, v_desc, o, lse,
-        qo_indptr, kv_indptr, kv_indices, prefix_lens, opts.window_start,
-        None if opts.custom_mask is None else opts.custom_mask.view(torch.uint8), opts.mask_indptr, opts.sinks,
-        batch, batch.bit_length(), places, q_heads // kv_heads,
-        opts.sliding_window, opts.xai_temperature_len, opts.sm_scale * opts.k_scale, opts.v_scale, opts.logit_cap,
-        q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1), o.stride(0), o.stride(1),
-        k_cache.stride(0), v_cache.stride(0),
-        D=d, DV=d_v, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
-        BLOCK_D=block_d, BLOCK_TAIL=block_tail, BLOCK_DV=max(16, power_of_two(d_v)),
-        CAUSAL=opts.causal and opts.custom_mask is None, WINDOW=opts.sliding_window >= 0, CAP=opts.logit_cap > 0,
-        RULE=RULES[opts.xai_temperature_rule] if opts.xai_temperature_len > 0 else 0,
-        MASK=0 if opts.custom_mask is None else 1 if opts.skip_prefix_mask else 2,
-        COMPACT=compact, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
-    return o if lse is None else (o, lse)
+        *(q, k_cache, v_cache, out, lse),
+        *pool_descriptors(q, k_cache, v_cache, opts, tiles),
+        *(opts.mask_bytes, opts.sinks, qo_indptr, kv_indptr, kv_indices, prefix_lens),
+        *(opts.window_start, opts.mask_indptr),
+        *(batch, batch.bit_length(), places, q_heads // kv_heads),
+        *(opts.window, opts.xai_temperature_len, opts.sm_scale * opts.k_scale, opts.v_scale),
+        *(opts.cap, q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1)),
+        *(out.stride(0), out.stride(1)),
+        STRIDE_K=k_cache.stride(0),
+        STRIDE_V=v_cache.stride(0),
+        **head_sizes(d, d_v),
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        CAUSAL=opts.causal and opts.custom_mask is None,
+        RULE=opts.rule,
+        MASK_PREFIX=opts.custom_mask is not None and not opts.skip_prefix_mask,
+        COMPACT=compact,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
 
 
 @triton.jit(do_not_specialize=["batch", "steps", "places", "window", "temperature_len"])
 def unified_kernel(
-    q, k_cache, v_cache, k_desc, v_desc, out, lse, qo_indptr, kv_indptr, kv_indices, prefix_lens, window_start,
-    custom_mask, mask_indptr, sinks, batch, steps, places, group, window, temperature_len, scale, v_scale, cap,
-    stride_qt, stride_qh, stride_kh, stride_vh, stride_ot, stride_oh, stride_k: tl.constexpr, stride_v: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, RULE: tl.constexpr, MASK: tl.constexpr,
+    q, k_cache, v_cache, out, lse, k_desc, v_desc, custom_mask, sinks,
+    qo_indptr, kv_indptr, kv_indices, prefix_lens, window_start, mask_indptr,
+    batch, steps, places, group, window, temperature_len, scale, v_scale, cap,
+    stride_qt, stride_qh, stride_kh, stride_vh, stride_ot, stride_oh,
+    STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, RULE: tl.constexpr, MASK_PREFIX: tl.constexpr,
     COMPACT: tl.constexpr,
 ):  # fmt: skip
     """One program: one query head, the queries of one request at positions ``tile * BLOCK_M ..``,
@@ -93,11 +91,7 @@ def unified_kernel(
     """
     head = tl.program_id(0)
     place = tl.program_id(1)
-    if COMPACT:
-        request, begin = find_request(qo_indptr, place, batch, steps, 2, BLOCK_M)
-    else:
-        request = tl.program_id(2)
-        begin = 0
+    request, begin = find_request(qo_indptr, batch, steps, place, 2, BLOCK_M, COMPACT)
     q_start = tl.load(qo_indptr + request).to(tl.int32)
     new = tl.load(qo_indptr + request + 1).to(tl.int32) - q_start
     kv_start = tl.load(kv_indptr + request).to(tl.int64)
@@ -117,33 +111,21 @@ def unified_kernel(
     q_pos = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = q_pos - q_first
     live = (rows >= 0) & (rows < new)
-    q_pos = tl.maximum(
-        q_pos, q_first
-    )  # rows before P ask for no key that the first query does not see
-    mask_rows = rows
-    if MASK > 0:
+    # Rows before P ask for no key that the first query does not see.
+    q_pos = tl.maximum(q_pos, q_first)
+    mask_rows = None
+    if custom_mask is not None:
         mask_start = tl.load(mask_indptr + request).to(tl.int64) - start
-        mask_rows = (
-            custom_mask
-            + mask_start
-            + tl.minimum(tl.maximum(rows, 0), new - 1).to(tl.int64) * listed
-        )
+        line = tl.minimum(tl.maximum(rows, 0), new - 1).to(tl.int64) * listed
+        mask_rows = custom_mask + mask_start + line
 
-    columns, tail_columns = head_columns(BLOCK_D, BLOCK_TAIL)
     q_rows = (q_start + rows).to(tl.int64) * stride_qt
-    q_tile = load_rows(q + head * stride_qh, q_rows, columns, live, D, BLOCK_D)
-    q_tail = q_tile
-    if BLOCK_TAIL > 0:
-        q_tail = load_rows(
-            q + head * stride_qh, q_rows, tail_columns, live, D, BLOCK_D + BLOCK_TAIL
-        )
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    factor = row_factor(q_pos, scale, cap, temperature_len, CAP, RULE)
+    q_tile, q_tail = load_queries(q + head * stride_qh, q_rows, live, D, BLOCK_D, BLOCK_TAIL)
+    queries = Queries(q_tile, q_tail, q_pos)
+    acc, m_i, l_i = nothing_seen(BLOCK_M, BLOCK_DV)
+    scores = row_factor(q_pos, temperature_len, scale, cap, RULE), scale, cap, window
     kv_head = (head // group).to(tl.int64)
-    k = k_cache + kv_head * stride_kh
-    v = v_cache + kv_head * stride_vh
+    k, v = k_cache + kv_head * stride_kh, v_cache + kv_head * stride_vh
     slots = kv_indices + kv_start
 
     # A negative scale would make the maximum a minimum: then all tiles take the masked loop.
@@ -151,40 +133,38 @@ def unified_kernel(
     if CAUSAL:
         high = tl.minimum(high, (tile + 1) * BLOCK_M)
         full_high = tile * BLOCK_M + 1
-    if WINDOW:
+    if window is not None:
         low = tl.maximum(low, tile * BLOCK_M - window)
         full_low = tl.maximum(full_low, (tile + 1) * BLOCK_M - 1 - window)
-    mask_from = q_first if MASK == 1 else start
-    full_high = tl.where((scale < 0) | (MASK > 0), 0, full_high)
+    mask_from = start
+    if not MASK_PREFIX:
+        mask_from = q_first
+    full_high = tl.where(scale < 0, 0, full_high)
+    if custom_mask is not None:
+        full_high = 0
     first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
-    if MASK == 0:
+    if custom_mask is None:
         acc, m_i, l_i = attend(
-            acc, m_i, l_i, q_tile, q_tail, q_pos, factor, k, v, k_desc, v_desc, head // group, slots, mask_rows,
-            -start, 0, start, high, 0, first + head_tiles, 0, 0, middle, window, scale, cap,
-            stride_k, stride_v, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV, 0, False, False, False, CAP,
+            (acc, m_i, l_i),
+            queries,
+            Keys(k, v, k_desc, v_desc, head // group, slots, -start, 0),
+            None,
+            (first + head_tiles, 0, 0, middle),
+            (start, high, 0),
+            scores,
+            STRIDE_K, STRIDE_V, D, DV, BLOCK_N, MASKED=False, CAUSAL=False, BEGIN=False,
         )  # fmt: skip
     acc, m_i, l_i = attend(
-        acc, m_i, l_i, q_tile, q_tail, q_pos, factor, k, v, None, None, 0, slots, mask_rows,
-        -start, 0, start, high, mask_from, first, head_tiles, middle, masked, window, scale, cap,
-        stride_k, stride_v, D, DV, BLOCK_N, BLOCK_D, BLOCK_TAIL, BLOCK_DV,
-        1 + (MASK + 1) // 2, CAUSAL, WINDOW, window_start is not None, CAP,
+        (acc, m_i, l_i),
+        queries,
+        Keys(k, v, None, None, 0, slots, -start, 0),
+        mask_rows,
+        (first, head_tiles, middle, masked),
+        (start, high, mask_from),
+        scores,
+        STRIDE_K, STRIDE_V, D, DV, BLOCK_N, MASKED=True, CAUSAL=CAUSAL,
+        BEGIN=window_start is not None,
     )  # fmt: skip
-    sink = None
-    if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32)
-    token = (q_start + rows).to(tl.int64)
-    store_rows(
-        acc * v_scale,
-        m_i,
-        l_i,
-        sink,
-        out,
-        lse,
-        token,
-        head,
-        live,
-        stride_ot,
-        stride_oh,
-        DV,
-        BLOCK_DV,
-    )
+    row = (q_start + rows).to(tl.int64)
+    state = acc * v_scale, m_i, l_i
+    store_rows(state, sinks, out, lse, row, head, live, stride_ot, stride_oh, DV, False)

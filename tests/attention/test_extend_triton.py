@@ -8,7 +8,7 @@ import torch
 from cases import OPTION_SETS, Case, assert_close, attend, make_case, random_mask
 from cases import check as check_case
 
-from minikv.attention import descriptors, extend_attention, options
+from minikv.attention import extend_attention, options, tiles
 from minikv.attention.extend import launch_extend
 from minikv.attention.tiles import (
     Tiles,
@@ -25,16 +25,16 @@ BIG = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def check(
-    case: Case, tiles: Tiles | None = None, splits: int | None = None, longest: int | None = None
+    case: Case, blocks: Tiles | None = None, splits: int | None = None, longest: int | None = None
 ) -> None:
     names = "q", "k", "v", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices"
     opts = options.check({**dict(zip(names, case.extend_args(), strict=True)), **case.options})
-    how = longest, True, case.poisoned_out(), splits, tiles
-    result = launch_extend(*case.extend_args(), opts, *how)
-    assert isinstance(result, tuple)
+    tensors, lists = case.extend_args()[:5], case.extend_args()[5:]
+    out, lse = options.outputs(case.q, case.v_cache, case.poisoned_out(), True)
+    launch_extend(*tensors, out, lse, *lists, opts, longest, splits, blocks)
     want, want_lse = case.want_extend()
-    assert_close(result[0], want)
-    assert_close(result[1], want_lse, case.q.dtype)
+    assert_close(out, want)
+    assert_close(lse, want_lse, case.q.dtype)
 
 
 @pytest.mark.parametrize("name", ["plain", "window", "cap_and_temperature", "scale0"])
@@ -133,12 +133,12 @@ def test_b64_tiles_are_large_enough_for_a_dot_and_fit_the_chip(capability, dtype
         (288, 256),
         (576, 512),
     ):
-        for tiles in (
+        for blocks in (
             extend_tiles(capability, d, d_v, dtype),
             unified_tiles(capability, d, d_v, dtype),
         ):
-            assert min(tiles.block_m, tiles.block_n) >= 16
-            held = tiles.num_stages * tiles.block_n * (d + d_v)  # keys and values in flight
+            assert min(blocks.block_m, blocks.block_n) >= 16
+            held = blocks.num_stages * blocks.block_n * (d + d_v)  # keys and values in flight
             if (
                 d < 576 or dtype != torch.float32
             ):  # fp32 MLA, at the least tile, needs a server's chip
@@ -168,16 +168,10 @@ def test_the_prefix_is_split_only_where_the_chip_would_idle():
 
 def test_descriptors_are_refused_where_the_copy_engine_cannot_go():
     k = torch.zeros(4, 2, 64, dtype=torch.float16)
-    tiles = Tiles(64, 64, 4, 3, descriptors=True)
-    assert descriptors.of_rows(k.transpose(0, 1), k, tiles, 64) == (
-        None,
-        None,
-    )  # heads are not adjacent
-    assert descriptors.of_rows(k[..., :63], k, tiles, 32) == (None, None)
-    assert descriptors.of_rows(k, k[..., :48].contiguous(), tiles, 64) == (
-        None,
-        None,
-    )  # 48 is no power of two
+    blocks, none = Tiles(64, 64, 4, 3, descriptors=True), (None, None)
+    assert tiles.row_descriptors(k.transpose(0, 1), k, blocks) == none  # heads are not adjacent
+    assert tiles.row_descriptors(k[..., :63], k, blocks) == none
+    assert tiles.row_descriptors(k, k[..., :48].contiguous(), blocks) == none  # no power of two
 
 
 @pytest.mark.parametrize("device", [BIG])
@@ -226,8 +220,13 @@ def test_pages_that_hold_whole_tiles(device, name, monkeypatch):
     """Tiles of the pool through descriptors give the bits of tiles through pointers, in both
     kernels."""
     asked = []
-    real = descriptors.of_rows
-    monkeypatch.setattr(descriptors, "of_rows", lambda *args: asked.append(args[0]) or real(*args))
+    real = tiles.row_descriptors
+
+    def watched(*args):
+        asked.append(args[0])
+        return real(*args)
+
+    monkeypatch.setattr(tiles, "row_descriptors", watched)
     for page_size, prefix, new in ((128, [130, 128, 0], [70, 1, 3]), (256, [300], [66])):
         bits = {}
         for promised in (page_size, 1):

@@ -6,12 +6,19 @@ from typing import Any
 
 from compile_check import Case
 
-from minikv.attention.tiles import decode_tiles, head_blocks, power_of_two
+from minikv.attention.tiles import decode_tiles, head_sizes, power_of_two
 
 KERNEL = "minikv.attention.decode:decode_kernel"
-MERGE = "minikv.attention.merge_kernel:merge_kernel"
+MERGE = "minikv.attention.merge:merge_kernel"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
-OPTIONAL = {"lse": "*fp32", "window_start": "*i64", "sinks": "*fp32", "items": "*i32"}
+OPTIONAL = {
+    "lse": "*fp32",
+    "window_start": "*i64",
+    "sinks": "*fp32",
+    "items": "*i32",
+    "window": "i32",
+    "cap": "fp32",
+}
 ALIGNED = ("q", "k_cache", "v_cache", "out", "partial", "partial_lse", "kv_indptr", "kv_indices")
 STRIDES = ("qb", "qh", "kch", "vch", "ob", "oh")
 
@@ -25,7 +32,7 @@ def decode_case(
     pool: str | None = None,
     shared: bool = False,
     arch: int = 90,
-    tensors: tuple[str, ...] = ("items",),
+    given: tuple[str, ...] = ("items",),
     max_spill_bytes: int = 0,
     tiles: Any = None,
     **options: Any,
@@ -33,41 +40,25 @@ def decode_case(
     """The decode kernel as the launcher would call it on a chip of this `arch`."""
     d_v, pool = d_v or d, pool or dtype
     tiles = tiles or decode_tiles(divmod(arch, 10), d, d_v, group, BYTES[pool], shared)
-    block_d, block_tail = head_blocks(d)
     constexprs: dict[str, Any] = {
-        "D": d,
-        "DV": d_v,
+        **head_sizes(d, d_v),
+        "STRIDE_K": 8 * d,
+        "STRIDE_V": 8 * d_v,
         "BLOCK_H": tiles.block_h,
         "BLOCK_N": tiles.block_n,
-    }
-    constexprs |= {
-        "BLOCK_D": block_d,
-        "BLOCK_TAIL": block_tail,
-        "BLOCK_DV": max(16, power_of_two(d_v)),
-    }
-    constexprs |= {"STRIDE_K": 8 * d, "STRIDE_V": 8 * d_v}
-    constexprs |= {
         "V_IN_K": shared,
-        "WINDOW": False,
-        "CAP": False,
         "RULE": 0,
         "DEPENDENT": arch >= 90,
         "EARLY": False,
         **options,
     }
-    constexprs |= {tensor: None for tensor in OPTIONAL if tensor not in tensors}
+    constexprs |= {name: None for name in OPTIONAL if name not in given}
     signature = {"q": f"*{dtype}", "k_cache": f"*{pool}", "v_cache": f"*{pool}", "out": f"*{dtype}"}
-    signature |= {
-        "partial": "*fp32",
-        "partial_lse": "*fp32",
-        "kv_indptr": "*i32",
-        "kv_indices": "*i32",
-    }
-    signature |= {tensor: OPTIONAL[tensor] for tensor in tensors}
-    signature |= dict.fromkeys(
-        ("num_splits", "q_heads", "group", "window", "temperature_len"), "i32"
-    )
-    signature |= dict.fromkeys(("scale", "v_scale", "cap"), "fp32")
+    signature |= dict.fromkeys(("partial", "partial_lse"), "*fp32")
+    signature |= dict.fromkeys(("kv_indptr", "kv_indices"), "*i32")
+    signature |= {name: OPTIONAL[name] for name in given}
+    signature |= dict.fromkeys(("num_splits", "q_heads", "group", "temperature_len"), "i32")
+    signature |= dict.fromkeys(("scale", "v_scale"), "fp32")
     signature |= {f"stride_{s}": "i32" for s in STRIDES}
     return Case(
         name,
@@ -90,32 +81,39 @@ def merge_case(
     planned: bool = True,
     sinks: bool = False,
     early: bool = False,
+    block_s: int = 16,
 ) -> Case:
+    """The kernel that adds up parts: of split decode, or with `block_s` of split extend."""
+    num_warps, of_decode = (4, True) if block_s == 16 else (1, False)
     signature = {
         "partial": "*fp32",
         "partial_lse": "*fp32",
         "out": f"*{dtype}",
         "lse": "*fp32",
-        "kv_indptr": "*i32",
     }
-    signature |= {"num_splits": "i32", "stride_ob": "i32", "stride_oh": "i32"}
+    signature |= {"num_splits": "i32", "stride_ot": "i32", "stride_oh": "i32"}
     constexprs = {
         "DV": d_v,
         "BLOCK_N": 64,
-        "BLOCK_S": 16,
+        "BLOCK_S": block_s,
         "BLOCK_DV": power_of_two(d_v),
         "DEPENDENT": arch >= 90,
         "EARLY": early,
     }
-    for tensor, used, kind in (("merges", planned, "*i32"), ("sinks", sinks, "*fp32")):
+    used_tensors = (
+        ("merges", planned, "*i32"),
+        ("sinks", sinks, "*fp32"),
+        ("kv_indptr", of_decode, "*i32"),
+    )
+    for tensor, used, kind in used_tensors:
         signature |= {tensor: kind} if used else {}
         constexprs |= {} if used else {tensor: None}
     return Case(
-        name, MERGE, signature, constexprs, ("partial", "partial_lse", "out"), (arch,), 4, 3
+        name, MERGE, signature, constexprs, ("partial", "partial_lse", "out"), (arch,), num_warps, 3
     )
 
 
-ALL: dict[str, Any] = {"WINDOW": True, "CAP": True, "RULE": 1, "tensors": tuple(OPTIONAL)}
+ALL: dict[str, Any] = {"RULE": 1, "given": tuple(OPTIONAL)}
 
 
 def cases() -> list[Case]:
@@ -131,12 +129,12 @@ def cases() -> list[Case]:
         decode_case("plain 128"),
         decode_case("crowded chip 128", tiles=crowded),
         decode_case("early 128", EARLY=True),
-        decode_case("window 128", WINDOW=True),
-        decode_case("cap 128", CAP=True),
-        decode_case("sinks and lse 128", tensors=("items", "sinks", "lse")),
-        decode_case("temperature 128", RULE=2, tensors=("items", "window_start")),
+        decode_case("window 128", given=("items", "window")),
+        decode_case("cap 128", given=("items", "cap")),
+        decode_case("sinks and lse 128", given=("items", "sinks", "lse")),
+        decode_case("temperature 128", RULE=2, given=("items", "window_start")),
         decode_case("all options 128", **ALL),
-        decode_case("fixed splits 128", tensors=()),
+        decode_case("fixed splits 128", given=()),
         decode_case("group of 24", group=24),
         decode_case("d 64", d=64, group=3),
         decode_case("d 80", d=80),
@@ -145,10 +143,13 @@ def cases() -> list[Case]:
         decode_case("MLA all options", **mla, **ALL),
         decode_case("fp32 128", dtype="fp32"),
         decode_case("fp8 pool 128", pool="fp8e4nv"),
-        decode_case("early fp8 pool, window", pool="fp8e4nv", EARLY=True, WINDOW=True),
+        decode_case(
+            "early fp8 pool, window", pool="fp8e4nv", EARLY=True, given=("items", "window")
+        ),
         merge_case("merge 128", 128, 90),
         merge_case("early merge", 128, 90, early=True),
         merge_case("merge 512", 512, 90, sinks=True, planned=False),
+        merge_case("merge of split extend 128", 128, 90, sinks=True, planned=False, block_s=4),
         decode_case("all options 128 sm80", arch=80, **ALL),
         decode_case("d 64 sm80", d=64, arch=80),
         decode_case("MLA sm80", arch=80, **mla),

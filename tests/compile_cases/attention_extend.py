@@ -8,23 +8,24 @@ from typing import Any
 import torch
 from compile_check import Case
 
-from minikv.attention.tiles import extend_tiles, head_blocks, power_of_two, unified_tiles
+from minikv.attention.tiles import extend_tiles, head_sizes, power_of_two, unified_tiles
 
 TWO_STAGE, UNIFIED = (
     "minikv.attention.extend:extend_kernel",
     "minikv.attention.unified:unified_kernel",
 )
-MERGE = "minikv.attention.extend:merge_kernel"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-POINTERS = ("q", "k_cache", "v_cache", "out", "qo_indptr", "kv_indptr", "kv_indices")
+POINTERS = ("q", "k_cache", "v_cache", "out", "qo_indptr", "kv_indptr")
 OPTIONAL = {
     "lse": "*fp32",
     "window_start": "*i64",
     "custom_mask": "*u8",
     "mask_indptr": "*i64",
     "sinks": "*fp32",
+    "window": "i32",
+    "cap": "fp32",
 }
-SCALARS = ("batch", "steps", "places", "group", "window", "temperature_len")
+SCALARS = ("batch", "steps", "places", "group", "temperature_len")
 STRIDES = ("qt", "qh", "ot", "oh")
 SPILLS = 96  # bytes that a kernel may spill: both counts together, 12 words of stores and of loads
 
@@ -38,7 +39,9 @@ def extend_case(
     pool: str | None = None,
     unified: bool = False,
     paged: bool = False,
-    tensors: tuple[str, ...] = (),
+    given: tuple[str, ...] = (),
+    prefix: bool = True,
+    split: bool = False,
     max_spill_bytes: int = SPILLS,
     **options: Any,
 ) -> Case:
@@ -46,63 +49,45 @@ def extend_case(
     hold whole tiles."""
     d_v, pool = d_v or d, pool or dtype
     tiles = (unified_tiles if unified else extend_tiles)(divmod(arch, 10), d, d_v, DTYPES[dtype])
-    block_d, block_tail = head_blocks(d)
+    sizes = head_sizes(d, d_v)
     constexprs: dict[str, Any] = {
-        "D": d,
-        "DV": d_v,
+        **sizes,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
-    }
-    constexprs |= {
-        "BLOCK_D": block_d,
-        "BLOCK_TAIL": block_tail,
-        "BLOCK_DV": max(16, power_of_two(d_v)),
-    }
-    constexprs |= {
         "CAUSAL": True,
-        "WINDOW": False,
-        "CAP": False,
         "RULE": 0,
-        "MASK": 0,
+        "MASK_PREFIX": False,
         "COMPACT": False,
     }
-    constexprs |= {tensor: None for tensor in OPTIONAL if tensor not in tensors}
+    constexprs |= {name: None for name in OPTIONAL if name not in given}
     signature = {"q": f"*{dtype}", "k_cache": f"*{pool}", "v_cache": f"*{pool}", "out": f"*{dtype}"}
     signature |= dict.fromkeys(("qo_indptr", "kv_indptr", "kv_indices"), "*i32")
-    signature |= {tensor: OPTIONAL[tensor] for tensor in tensors}
-    signature |= dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("scale", "v_scale", "cap"), "fp32")
-    strides = (*STRIDES, "kh", "vh")
-    pointers = POINTERS
-    described = {"k": block_d, "v": d_v} if tiles.descriptors and d_v == power_of_two(d_v) else {}
-    descs = (
-        {f"{x}_desc" if unified else f"{x}c_desc": width for x, width in described.items()}
-        if paged
-        else {}
-    )
+    signature |= {name: OPTIONAL[name] for name in given}
+    signature |= dict.fromkeys(SCALARS, "i32") | dict.fromkeys(("scale", "v_scale"), "fp32")
+    strides, pointers = (*STRIDES, "kh", "vh"), (*POINTERS, *(("kv_indices",) if prefix else ()))
+    whole = tiles.descriptors and d_v == power_of_two(d_v)
+    described = {"k": sizes["BLOCK_D"], "v": d_v} if whole else {}
+    pool_name = "" if unified else "c"
+    descs = {f"{x}{pool_name}_desc": width for x, width in described.items()} if paged else {}
+    constexprs |= {"k_desc": None, "v_desc": None}
     if unified:
         signature |= {"prefix_lens": "*i32"}
-        constexprs |= {"k_desc": None, "v_desc": None}
-        constexprs |= {"stride_k": 8 * d, "stride_v": 8 * d_v}
+        constexprs |= {"STRIDE_K": 8 * d, "STRIDE_V": 8 * d_v}
     else:
         pointers, strides = (*pointers, "k", "v"), (*strides, "kch", "vch")
-        signature |= {
-            "k": f"*{dtype}",
-            "v": f"*{dtype}",
-            "tokens": "i32",
-            "num_splits": "i32",
-            "k_scale": "fp32",
-        }
-        constexprs |= {"PREFIX": True, "SPLIT": False}
-        constexprs |= {
-            "stride_kt": 8 * d,
-            "stride_vt": 8 * d_v,
-            "stride_kc": 8 * d,
-            "stride_vc": 8 * d_v,
-        }
-        constexprs |= {"k_desc": None, "v_desc": None, "kc_desc": None, "vc_desc": None}
+        signature |= {"k": f"*{dtype}", "v": f"*{dtype}", "num_splits": "i32", "k_scale": "fp32"}
+        constexprs |= {"STRIDE_KT": 8 * d, "STRIDE_VT": 8 * d_v}
+        constexprs |= {"STRIDE_KC": 8 * d, "STRIDE_VC": 8 * d_v}
+        constexprs |= {"kc_desc": None, "vc_desc": None}
         descs |= {f"{x}_desc": width for x, width in described.items()}
-        if options.get("SPLIT"):
+        if split:
             signature["out"] = "*fp32"
+        else:
+            del signature["num_splits"]
+            constexprs["num_splits"] = None
+        if not prefix:
+            del signature["kv_indices"]
+            constexprs["kv_indices"] = None
     for desc, width in descs.items():
         signature[desc] = f"tensordesc<{dtype}[{tiles.block_n},{width}]>"
         del constexprs[desc]
@@ -120,39 +105,24 @@ def extend_case(
     )
 
 
-def merge_case(arch: int) -> Case:
-    signature = {
-        "partial": "*fp32",
-        "partial_lse": "*fp32",
-        "out": "*bf16",
-        "lse": "*fp32",
-        "sinks": "*fp32",
-    }
-    signature |= dict.fromkeys(("rows", "heads", "num_splits", "stride_ot", "stride_oh"), "i32")
-    constexprs = {"DV": 128, "BLOCK_R": 8, "BLOCK_DV": 128}
-    return Case(
-        "merge 128", MERGE, signature, constexprs, ("partial", "partial_lse", "out"), (arch,), 2
-    )
-
-
-MASKS: dict[str, Any] = {"CAUSAL": False, "tensors": ("custom_mask", "mask_indptr")}
-ALL: dict[str, Any] = {"WINDOW": True, "CAP": True, "RULE": 1, "COMPACT": True}
-ALL |= {"tensors": ("lse", "window_start", "sinks")}
+MASKS: dict[str, Any] = {"CAUSAL": False, "given": ("custom_mask", "mask_indptr")}
+ALL: dict[str, Any] = {"RULE": 1, "COMPACT": True}
+ALL |= {"given": ("lse", "window_start", "sinks", "window", "cap")}
 
 
 def cases() -> list[Case]:
     listed = [
         extend_case("plain 128"),
-        extend_case("no prefix 128", PREFIX=False),
+        extend_case("no prefix 128", prefix=False),
         extend_case("all options 128", **ALL),
-        extend_case("all options 128, split", **ALL, SPLIT=True),
+        extend_case("all options 128, split", **ALL, split=True),
         extend_case("not causal 128", CAUSAL=False),
-        extend_case("window 128", WINDOW=True),
-        extend_case("cap 128", CAP=True),
-        extend_case("temperature 128", RULE=2, tensors=("window_start",)),
-        extend_case("sinks and lse 128", tensors=("sinks", "lse")),
-        extend_case("custom mask 128", MASK=2, max_spill_bytes=2048, **MASKS),
-        extend_case("custom mask 128, prefix not read", MASK=1, max_spill_bytes=2048, **MASKS),
+        extend_case("window 128", given=("window",)),
+        extend_case("cap 128", given=("cap",)),
+        extend_case("temperature 128", RULE=2, given=("window_start",)),
+        extend_case("sinks and lse 128", given=("sinks", "lse")),
+        extend_case("custom mask 128", MASK_PREFIX=True, max_spill_bytes=2048, **MASKS),
+        extend_case("custom mask 128, prefix not read", max_spill_bytes=2048, **MASKS),
         extend_case("fp8 pool 128", pool="fp8e4nv"),
         extend_case("large pages 128", paged=True),
         extend_case("large pages 192/128", d=192, d_v=128, paged=True),
@@ -163,8 +133,7 @@ def cases() -> list[Case]:
         extend_case("plain 192/128", d=192, d_v=128),
         extend_case("plain 256", d=256),
         extend_case("plain 576/512", d=576, d_v=512),
-        extend_case("fp32 64", d=64, dtype="fp32", PREFIX=False),
-        merge_case(90),
+        extend_case("fp32 64", d=64, dtype="fp32", prefix=False),
     ]
     for arch in (80, 90):
         listed += [
@@ -192,6 +161,6 @@ def cases() -> list[Case]:
         extend_case("all options 128 sm80", arch=80, **ALL),
         extend_case("unified 256 sm86", arch=86, d=256, unified=True),
         extend_case("unified 64 sm75", arch=75, d=64, dtype="fp16", unified=True),
-        extend_case("no prefix 128 sm75", arch=75, dtype="fp16", PREFIX=False),
+        extend_case("no prefix 128 sm75", arch=75, dtype="fp16", prefix=False),
     ]
     return listed
