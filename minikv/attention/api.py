@@ -336,5 +336,5 @@ def decode_attention(
         return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out)
     o, lse = options.outputs(q, v_cache, out, return_lse)
     lists = kv_indptr, kv_indices
-    launch_decode(q, k_cache, v_cache, o, lse, *lists, opts, num_kv_splits, plan, early=early)
+    launch_decode(q, k_cache, v_cache, o, lse, *lists, opts, num_kv_splits, plan, early)
     return o if lse is None else (o, lse)

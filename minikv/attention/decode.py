@@ -23,7 +23,8 @@ from minikv.attention.softmax import (
     start_dependent,
     wait_if_early,
 )
-from minikv.attention.tiles import DecodeTiles, capability_of, head_sizes, processors_of
+from minikv.attention.tiles import DecodeTiles, head_sizes, processors_of
+from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 
 
@@ -38,9 +39,9 @@ def launch_decode(
     opts: Options,
     num_splits: int | None = None,
     plan: AttentionPlan | None = None,
-    tiles: DecodeTiles | None = None,
-    dependent: bool | None = None,
     early: bool = False,
+    tiles: DecodeTiles | None = None,
+    dependent: bool = True,
 ) -> None:
     """Run the Triton kernels of ``decode_attention`` into `out` and `lse`; `tiles` and `dependent`,
     for tests and tuning, replace what is chosen here."""
@@ -48,8 +49,6 @@ def launch_decode(
     kv_heads, d_v, processors = k_cache.shape[1], v_cache.shape[2], processors_of(q.device)
     if batch == 0:
         return
-    if dependent is None:
-        dependent = q.device.type == "cuda" and capability_of(q.device) >= (9, 0)
     if plan is not None:
         tiles = tiles or plan.tiles_for(batch)
         num_items, num_merges = plan.capacity(batch), plan.entries(batch)
@@ -68,13 +67,21 @@ def launch_decode(
         rows = num_items if num_splits > 1 else 0, q_heads
         partial = torch.empty((*rows, d_v), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    decode_kernel[(tiles.programs(q_heads, kv_heads), num_items)](
+    args = (
         *(q, k_cache, v_cache, out, lse, partial, partial_lse, opts.sinks),
         *(kv_indptr, kv_indices, opts.window_start, items),
         *(num_splits, q_heads, q_heads // kv_heads, opts.window, opts.xai_temperature_len),
         *(opts.sm_scale * opts.k_scale, opts.v_scale, opts.cap),
         *(q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1)),
         *(out.stride(0), out.stride(1)),
+    )
+    launch(
+        decode_kernel,
+        (tiles.programs(q_heads, kv_heads), num_items),
+        args,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        dependent=dependent,
         STRIDE_K=k_cache.stride(0),
         STRIDE_V=v_cache.stride(0),
         **head_sizes(d, d_v),
@@ -82,11 +89,7 @@ def launch_decode(
         BLOCK_N=tiles.block_n,
         V_IN_K=values_in_keys(k_cache, v_cache),
         RULE=opts.rule,
-        DEPENDENT=dependent,
-        EARLY=dependent and early,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **({"launch_pdl": True} if dependent else {}),
+        EARLY=early,
     )
     if num_items > batch:
         merge_parts(
@@ -96,7 +99,7 @@ def launch_decode(
             kv_indptr=kv_indptr,
             block_n=tiles.block_n,
             dependent=dependent,
-            early=dependent and early,
+            early=early,
         )
 
 
@@ -132,8 +135,8 @@ def decode_kernel(
     stride_qb, stride_qh, stride_kch, stride_vch, stride_ob, stride_oh,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, V_IN_K: tl.constexpr, RULE: tl.constexpr, DEPENDENT: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, V_IN_K: tl.constexpr, RULE: tl.constexpr, EARLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: one part of one request's keys, for (a block of) the query heads that share one
     KV head.
@@ -162,7 +165,7 @@ def decode_kernel(
         items, kv_indptr, num_splits, tl.program_id(1), BLOCK_N
     )
     if idle:
-        wait_if_early(EARLY)
+        wait_if_early(DEPENDENT, EARLY)
         return
     position = length - 1
     seen_from = low
@@ -188,7 +191,7 @@ def decode_kernel(
         mask=kv_pos < kv_pos + high - low,
         other=0,
     )
-    wait_if_early(EARLY)
+    wait_if_early(DEPENDENT, EARLY)
     q_rows = request.to(tl.int64) * stride_qb + heads * stride_qh
     q_tile, q_tail = load_queries(q, q_rows, live_heads, D, BLOCK_D, BLOCK_TAIL)
     q_pos = tl.zeros([BLOCK_H], tl.int32) + position

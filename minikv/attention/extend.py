@@ -12,7 +12,6 @@ from minikv.attention.options import Options
 from minikv.attention.softmax import load_queries, nothing_seen, row_factor
 from minikv.attention.tiles import (
     Tiles,
-    capability_of,
     extend_tiles,
     grid_places,
     head_sizes,
@@ -21,6 +20,8 @@ from minikv.attention.tiles import (
     processors_of,
     row_descriptors,
 )
+from minikv.device import capability_of
+from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 
 
@@ -58,7 +59,7 @@ def launch_extend(
         rows = tokens * num_splits, q_heads
         target = torch.empty((*rows, d_v), dtype=torch.float32, device=q.device)
         target_lse, sinks = torch.empty(rows, dtype=torch.float32, device=q.device), None
-    extend_kernel[(q_heads, places * num_splits, columns)](
+    args = (
         *(q, k, v, k_cache, v_cache, target, target_lse),
         *row_descriptors(k, v, tiles),
         *pool_descriptors(q, k_cache, v_cache, opts, tiles),
@@ -68,6 +69,13 @@ def launch_extend(
         *(opts.window, opts.xai_temperature_len, opts.sm_scale, opts.k_scale, opts.v_scale),
         *(opts.cap, q.stride(0), q.stride(1), k.stride(1), v.stride(1)),
         *(k_cache.stride(1), v_cache.stride(1), target.stride(0), target.stride(1)),
+    )
+    launch(
+        extend_kernel,
+        (q_heads, places * num_splits, columns),
+        args,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         STRIDE_KT=k.stride(0),
         STRIDE_VT=v.stride(0),
         STRIDE_KC=k_cache.stride(0),
@@ -79,8 +87,6 @@ def launch_extend(
         RULE=opts.rule,
         MASK_PREFIX=opts.custom_mask is not None and not opts.skip_prefix_mask,
         COMPACT=compact,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
     )
     if target_lse is not None and split:
         merge_parts(target, target_lse, out, lse, opts.sinks, num_splits)

@@ -19,6 +19,7 @@ from minikv.attention.softmax import (
     wait_if_early,
 )
 from minikv.attention.tiles import power_of_two
+from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 
 
@@ -98,17 +99,18 @@ def merge_parts(
     """
     rows, q_heads, d_v = out.shape
     many = merges is not None or kv_indptr is not None
-    merge_kernel[(q_heads, rows if num_merges is None else num_merges)](
-        *(partial, partial_lse, out, lse, sinks, kv_indptr, merges, num_splits),
-        *(out.stride(0), out.stride(1)),
+    args = partial, partial_lse, out, lse, sinks, kv_indptr, merges, num_splits
+    launch(
+        merge_kernel,
+        (q_heads, rows if num_merges is None else num_merges),
+        (*args, out.stride(0), out.stride(1)),
+        num_warps=4 if many else 1,
+        dependent=dependent,
         DV=d_v,
         BLOCK_DV=max(16, power_of_two(d_v)),
         BLOCK_N=block_n,
         BLOCK_S=16 if many else power_of_two(num_splits),
-        DEPENDENT=dependent,
         EARLY=early,
-        num_warps=4 if many else 1,
-        **({"launch_pdl": True} if dependent else {}),
     )
 
 
@@ -123,7 +125,7 @@ def part_size(length, num_splits, BLOCK_N: tl.constexpr):
 def merge_kernel(
     partial, partial_lse, out, lse, sinks, kv_indptr, merges, num_splits, stride_ot, stride_oh,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program: the parts of one row and head, `BLOCK_S` at a time and in order, and the sink
     once.
@@ -144,7 +146,7 @@ def merge_kernel(
     elif kv_indptr is not None:
         length = (tl.load(kv_indptr + entry + 1) - tl.load(kv_indptr + entry)).to(tl.int32)
         count = tl.cdiv(length, tl.maximum(part_size(length, num_splits, BLOCK_N), 1))
-    wait_if_early(EARLY)
+    wait_if_early(DEPENDENT, EARLY)
     if count < 2:
         return
     columns = tl.arange(0, BLOCK_DV)

@@ -9,12 +9,13 @@ from minikv.attention.attend import Keys, Queries, attend, find_request, store_r
 from minikv.attention.options import Options
 from minikv.attention.softmax import load_queries, nothing_seen, row_factor
 from minikv.attention.tiles import (
-    capability_of,
     grid_places,
     head_sizes,
     pool_descriptors,
     unified_tiles,
 )
+from minikv.device import capability_of
+from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 
 
@@ -38,7 +39,7 @@ def launch_unified(
         return
     tiles = unified_tiles(capability_of(q.device), d, d_v, q.dtype)
     compact, places = grid_places(tokens, batch, tiles.block_m, 2, max_extend_len)
-    unified_kernel[(q_heads, places, 1 if compact else batch)](
+    args = (
         *(q, k_cache, v_cache, out, lse),
         *pool_descriptors(q, k_cache, v_cache, opts, tiles),
         *(opts.mask_bytes, opts.sinks, qo_indptr, kv_indptr, kv_indices, prefix_lens),
@@ -47,6 +48,13 @@ def launch_unified(
         *(opts.window, opts.xai_temperature_len, opts.sm_scale * opts.k_scale, opts.v_scale),
         *(opts.cap, q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1)),
         *(out.stride(0), out.stride(1)),
+    )
+    launch(
+        unified_kernel,
+        (q_heads, places, 1 if compact else batch),
+        args,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         STRIDE_K=k_cache.stride(0),
         STRIDE_V=v_cache.stride(0),
         **head_sizes(d, d_v),
@@ -56,8 +64,6 @@ def launch_unified(
         RULE=opts.rule,
         MASK_PREFIX=opts.custom_mask is not None and not opts.skip_prefix_mask,
         COMPACT=compact,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
     )
 
 

@@ -10,7 +10,8 @@ import torch
 from cases import assert_close, attend, check, make_case, random_mask
 
 from minikv.attention import decode_attention, extend_attention, extend_attention_unified
-from minikv.attention.tiles import capability_of, extend_tiles, unified_tiles
+from minikv.attention.tiles import extend_tiles, unified_tiles
+from minikv.device import capability_of
 from minikv.errors import ArgumentError
 from minikv.kernels.triton import INTERPRETED, tl, triton
 
@@ -248,10 +249,20 @@ def test_a_mask_that_is_too_short_is_refused(form):
         attend(form, case, "torch")
 
 
+@pytest.mark.parametrize("cap", [1e4, 1e7, 1e8, 1e15, 1e30])
+def test_p12_a_large_cap_changes_nothing(cap, way):
+    """Scores of up to about 30: a cap of 10,000 moves them by 1e-4 at most."""
+    for form, new in (("extend", 3), ("unified", 3), ("decode", 1)):
+        case = make_case([20], [new], q_heads=1, kv_heads=1, device=way.device, sm_scale=2.0)
+        capped = case.with_options(logit_cap=cap)
+        check(capped, way.backend, form)
+        assert_close(attend(form, capped, way.backend), attend(form, case, way.backend).double())
+
+
 @pytest.mark.parametrize("form", BOTH)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_p11_a_mask_that_is_too_wide_is_refused(form, backend):
-    """Rows of 24 entries where 20 new tokens see 23 keys: every row but the first would be sheared."""
+    """Rows of 24 entries where 20 new tokens see 23 keys: all rows but the first are sheared."""
     mask = torch.ones(20, 24, dtype=torch.bool)
     case = make_case([3], [20], custom_mask=mask.flatten(), mask_indptr=torch.tensor([0, 480]))
     with pytest.raises(ArgumentError, match=r"mask_indptr.*request 0.*20 new tokens × 23 keys"):
