@@ -22,7 +22,7 @@ from minikv import models
 from minikv.attention.backend import AttentionBackend
 from minikv.device import pick_device
 from minikv.engine.batch import Batch
-from minikv.engine.build import (
+from minikv.engine.options import (
     KV_DTYPES,
     build_pool,
     check_options,

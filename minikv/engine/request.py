@@ -204,8 +204,9 @@ class Request:
 
     def drop_drafts(self) -> None:
         """Forget the guesses that were not verified."""
-        self._tokens[self.length : self.length + self.drafts] = -1
-        self.drafts = 0
+        if self.drafts:
+            self._tokens[self.length : self.end] = -1
+            self.drafts = 0
 
     def extend(self, tokens: Iterable[int]) -> str | None:
         """Add the tokens that a step chose, up to the first that ends the output.

@@ -366,31 +366,40 @@ class Scheduler:
             rows = torch.tensor([r.row for r in requests])
             prefix_lens = torch.tensor([start for _, start, _ in spans])
             last_slots = self.table.last_slots(rows, prefix_lens)
-        seq_lens = torch.tensor([end for _, _, end in spans])
-        new_lens = seq_lens - prefix_lens
         token_ids = np.concatenate([r.tokens(start, end) for r, start, end in spans])
         if token_ids.size == len(spans):
+            new_lens = torch.ones_like(prefix_lens)
+            seq_lens, positions = prefix_lens + 1, prefix_lens
             slots = self.allocator.alloc_decode(seq_lens, last_slots)
-            positions = prefix_lens
         else:
-            slots = self.allocator.alloc_extend(prefix_lens, seq_lens, last_slots, token_ids.size)
+            seq_lens = torch.tensor([end for _, _, end in spans])
+            new_lens = seq_lens - prefix_lens
             positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
+            slots = self.allocator.alloc_extend(prefix_lens, seq_lens, last_slots, token_ids.size)
         if slots is None:
             raise StateError(
                 "the allocator refused pages it counted as free; llm.cache.check() names the holder"
             )
         self.table.write(rows, prefix_lens, seq_lens, slots)
-        whole = [i for i, (r, _, end) in enumerate(spans) if end >= r.end]
-        sampled = requests if len(whole) == len(spans) else [requests[i] for i in whole]
-        logits_at = new_lens.cumsum(0)[whole] - 1
-        if any(r.drafts for r in sampled):
-            ends_at = zip(sampled, logits_at.tolist(), strict=True)
-            logits_at = torch.cat([torch.arange(at - r.drafts, at + 1) for r, at in ends_at])
-        decode = token_ids.size == len(spans) and all(r.state is State.RUNNING for r in requests)
+        sampled, logits_at, behind = [], [], 0
+        for r, start, end in spans:
+            behind += end - start
+            if end >= r.end:
+                sampled.append(r)
+                logits_at += range(behind - 1 - r.drafts, behind)
         return Batch(
-            requests, torch.from_numpy(token_ids), positions, rows, prefix_lens, seq_lens, new_lens,
-            slots, sampled, logits_at, decode,
-        )  # fmt: skip
+            requests=requests,
+            token_ids=torch.from_numpy(token_ids),
+            positions=positions,
+            rows=rows,
+            prefix_lens=prefix_lens,
+            seq_lens=seq_lens,
+            new_lens=new_lens,
+            out_slots=slots,
+            sampled=sampled,
+            logits_at=torch.tensor(logits_at),
+            decode=behind == len(spans) and all(r.state is State.RUNNING for r in requests),
+        )
 
     # ---- decode
 

@@ -36,18 +36,18 @@ class Turns:
     def __enter__(self) -> None:
         me = threading.get_ident()
         if self._owner != me:
-            if threading.current_thread() is threading.main_thread():
+            if me == threading.main_thread().ident:
                 self._missed = missed = []
                 self._handler = signal.signal(signal.SIGINT, lambda *seen: missed.append(seen))
+            gate = None
             with self._guard:
-                gate = threading.Lock()
-                gate.acquire()
-                busy = self._owner is not None
-                if busy:
-                    self._waiting.append(gate)
-                else:
+                if self._owner is None:
                     self._owner = me
-            if busy:
+                else:
+                    gate = threading.Lock()
+                    gate.acquire()
+                    self._waiting.append(gate)
+            if gate is not None:
                 gate.acquire()  # the thread before opens it
                 self._owner = me
         self.depth += 1
@@ -57,12 +57,11 @@ class Turns:
         if self.depth:
             return
         with self._guard:
+            self._owner = None
             if self._waiting:
                 self._owner = -1  # the next one, which is about to wake up
                 self._waiting.popleft().release()
-            else:
-                self._owner = None
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == threading.main_thread().ident:
             signal.signal(signal.SIGINT, self._handler)
             if self._missed and callable(self._handler):
                 self._handler(*self._missed[0])

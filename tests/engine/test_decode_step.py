@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minikv import LLM, SamplingParams
-from minikv.engine.build import EagerRunner
+from minikv.engine.options import EagerRunner
 from minikv.engine.sampling import sample
 from minikv.engine.step import decode_buffers
 from minikv.errors import StateError

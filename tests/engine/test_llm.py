@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minikv import LLM, Error, SamplingParams
-from minikv.engine.build import EagerRunner
+from minikv.engine.options import EagerRunner
 from minikv.errors import ArgumentError
 from minikv.measure.request_metrics import read_events, request_metrics
 
@@ -573,7 +573,7 @@ def test_prometheus_text(llm):
 
 
 def test_a_pool_on_a_cpu_is_modest_unless_asked_for(monkeypatch) -> None:
-    monkeypatch.setattr("minikv.engine.build.CPU_POOL", 1 << 20)
+    monkeypatch.setattr("minikv.engine.options.CPU_POOL", 1 << 20)
     llm = LLM("tiny", device="cpu", progress=False)
     assert (
         0

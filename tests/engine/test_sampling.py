@@ -11,7 +11,7 @@ from worlds import give_graphs
 from minikv import LLM, SamplingParams
 from minikv.engine import Request, Sampler
 from minikv.engine.argmax import first_max, first_max_torch, first_max_triton
-from minikv.engine.build import EagerRunner
+from minikv.engine.options import EagerRunner
 from minikv.engine.sampler import _knobs
 from minikv.engine.sampling import DRAWS, MASKED, TOP, VARIANTS, sample, unpack
 from minikv.engine.step import decode_buffers
