@@ -397,7 +397,7 @@ class Scheduler:
             new_lens=new_lens,
             out_slots=slots,
             sampled=sampled,
-            logits_at=torch.tensor(logits_at),
+            logits_at=torch.tensor(logits_at, dtype=torch.int64),
             decode=behind == len(spans) and all(r.state is State.RUNNING for r in requests),
         )
 
