@@ -127,8 +127,8 @@ class ModelConfig:
             what it has.
         """
         named = str((config.get("architectures") or [config.get("model_type")])[0])
-        architecture = ARCHITECTURES.get(named, named if named in ARCHITECTURES.values() else None)
-        if architecture is None:
+        architecture = ARCHITECTURES.get(named, named)
+        if architecture not in ARCHITECTURES.values():
             raise ArgumentError("architectures", named, f"minikv has {', '.join(ARCHITECTURES)}")
 
         def need(key: str, default: int | None = None) -> int:
@@ -143,11 +143,7 @@ class ModelConfig:
                 )
             return value
 
-        layers, q_heads, hidden = (
-            need("num_hidden_layers"),
-            need("num_attention_heads"),
-            need("hidden_size"),
-        )
+        layers, q_heads = need("num_hidden_layers"), need("num_attention_heads")
         bias = bool(config.get("attention_bias", False))
         if config.get("hidden_act", "silu") != "silu":
             raise ArgumentError("hidden_act", config["hidden_act"], "minikv has silu")
@@ -161,7 +157,7 @@ class ModelConfig:
         theta, scaling = _rope(config)
         shape: dict[str, Any] = {
             "kv_heads": need("num_key_value_heads", q_heads),
-            "head_dim": need("head_dim", hidden // q_heads),
+            "head_dim": need("head_dim", need("hidden_size") // q_heads),
             "qkv_bias": bias or architecture == "qwen2",
             "o_bias": bias,
         }
@@ -172,7 +168,7 @@ class ModelConfig:
         return cls(
             architecture=architecture,
             num_layers=layers,
-            hidden_size=hidden,
+            hidden_size=need("hidden_size"),
             intermediate_size=need("intermediate_size"),
             q_heads=q_heads,
             vocab_size=need("vocab_size"),
@@ -201,10 +197,9 @@ def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if (found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ArgumentError("partial_rotary_factor", config, "minikv rotates whole heads only")
     if kind in ("llama3", "yarn"):
-        original, longest = "original_max_position_embeddings", "max_position_embeddings"
-        found[original] = config.get(original) or found.get(original) or config[longest]
-        if found.get("factor") is None:
-            found["factor"] = config[longest] / found[original]
+        key, longest = "original_max_position_embeddings", config["max_position_embeddings"]
+        found[key] = config.get(key) or found.get(key) or longest
+        found["factor"] = found.get("factor") or longest / found[key]
     return float(theta), None if kind == "default" else found
 
 
@@ -215,12 +210,11 @@ def _windows(config: dict[str, Any], architecture: str, layers: int) -> tuple[in
         keys = None
     if keys is None or architecture in ("llama", "deepseek_v2"):
         return (-1,) * layers
-    kinds = config.get("layer_types")
     if architecture == "mistral":
-        kinds = ["sliding_attention"] * layers
-    if kinds is None:
-        first = config.get("max_window_layers", 28)
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+        return (keys - 1,) * layers
+    full = config.get("max_window_layers", 28)  # the first so many layers
+    rule = ["full_attention"] * full + ["sliding_attention"] * layers
+    kinds = config.get("layer_types") or rule[:layers]
     return tuple(keys - 1 if kind == "sliding_attention" else -1 for kind in kinds)
 
 

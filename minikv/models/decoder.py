@@ -92,26 +92,20 @@ class Decoder(nn.Module):
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Name of every tensor of a Hugging Face checkpoint, and the (piece of a) parameter that it
         fills."""
+        config = self.config
+        kv, ff = config.kv_heads * config.head_dim, config.intermediate_size
+        pieces = {
+            "qkv_proj": {"q_proj": config.q_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
+            "gate_up_proj": {"gate_proj": ff, "up_proj": ff},
+        }
         views: dict[str, Tensor] = {}
-        q, kv = (
-            self.config.q_heads * self.config.head_dim,
-            self.config.kv_heads * self.config.head_dim,
-        )
         for name, weight in self.named_parameters():
-            name = name if name.startswith("lm_head") else f"model.{name}"
-            pieces = {name: weight.data}
-            for fused, parts in (
-                ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-                ("gate_up_proj", ("gate_proj", "up_proj")),
-            ):
-                if f".{fused}." in name:
-                    sizes = (q, kv, kv) if fused == "qkv_proj" else weight.shape[0] // 2
-                    rows = weight.data.split(sizes)
-                    pieces = {
-                        name.replace(fused, part): row
-                        for part, row in zip(parts, rows, strict=True)
-                    }
-            views |= pieces
+            if not name.startswith("lm_head"):
+                name = f"model.{name}"
+            module = name.split(".")[-2]
+            rows = pieces.get(module, {module: weight.shape[0]})
+            for piece, part in zip(rows, weight.data.split(list(rows.values())), strict=True):
+                views[name.replace(module, piece)] = part
         return views
 
 

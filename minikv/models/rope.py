@@ -32,10 +32,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     if kind == "factors":
         return speed / torch.tensor(scaling["factors"]), 1.0
     if kind == "llama3":
-        context, low, high = (
-            scaling[k]
-            for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-        )
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        context = scaling["original_max_position_embeddings"]
         turns = context * speed / (2 * math.pi)  # full turns within the original context
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast, untouched; 0: slow, divided
         return (1 - keep) * speed / scaling["factor"] + keep * speed, 1.0

@@ -84,8 +84,10 @@ def read_config(file: GGUFFile) -> ModelConfig:
     metadata = file.metadata
     kind = metadata.get("general.architecture", "")
     if kind not in ARCHITECTURES or metadata.get(f"{kind}.expert_count"):
-        remedy = f"minikv reads GGUF of {', '.join(ARCHITECTURES)}, dense only"
-        raise ArgumentError("general.architecture", kind, remedy)
+        known = ", ".join(ARCHITECTURES)
+        raise ArgumentError(
+            "general.architecture", kind, f"minikv reads GGUF of {known}, dense only"
+        )
     stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     given = {name.removeprefix(f"{kind}."): value for name, value in metadata.items()}
     config = {
@@ -96,8 +98,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
         **{key: given[name] for key, name in KEYS.items() if name in given},
     }
     if FACTORS in file.names:
-        factors = file.read(FACTORS).tolist()
-        config["rope_scaling"] = {"rope_type": "factors", "factors": factors}
+        config["rope_scaling"] = {"rope_type": "factors", "factors": file.read(FACTORS).tolist()}
     elif given.get("rope.scaling.type", "none") != "none":
         config["rope_scaling"] = {
             "rope_type": given["rope.scaling.type"],
@@ -158,8 +159,9 @@ class GGUFFile:
             self._bytes = np.memmap(self.path, np.uint8, mode="c").view(np.ndarray)
             self._header(_Cursor(self._bytes.data))
         except (struct.error, ValueError, KeyError) as e:
-            reason = f"is not a complete GGUF file ({e}); fetch it again"
-            raise ArgumentError("model", str(path), reason) from e
+            raise ArgumentError(
+                "model", str(path), f"is not a complete GGUF file ({e}); fetch it again"
+            ) from e
 
     def _header(self, cursor: _Cursor) -> None:
         if bytes(cursor.view[:4]) != b"GGUF":

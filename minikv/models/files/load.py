@@ -85,8 +85,9 @@ def load(
     (512, [65])
     """
     if not isinstance(model, (str, os.PathLike)):
-        remedy = f"must be a text or a path, such as {PRESETS[0]!r}, a folder or a file"
-        raise ArgumentError("model", model, remedy)
+        raise ArgumentError(
+            "model", model, f"must be a text or a path, such as {PRESETS[0]!r}, a folder or a file"
+        )
     name, where = os.fsdecode(model), pick_device(device)
     kind = pick_dtype("dtype", dtype, where)
     if name == "tiny" or name.startswith("random:"):
@@ -119,16 +120,18 @@ def _find(name: str, progress: bool) -> Path:
         files = list(path.glob("*.gguf"))
         if len(files) == 1:
             return files[0]
-        remedy = "the folder has no config.json; pass a Hugging Face folder or a GGUF file"
-        raise ArgumentError("model", name, remedy)
+        raise ArgumentError(
+            "model",
+            name,
+            "the folder has no config.json; pass a Hugging Face folder or a GGUF file",
+        )
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not name.endswith(".gguf"):
         return _from_hub(name)
     what = "not a model minikv knows"
     if len(path.parts) > 1 or path.suffix == ".gguf":
         what = "no such file or folder"
-    known = ", ".join(map(repr, PRESETS))
-    remedy = f"{what}; use {known}, a folder, a GGUF file, or a hub id 'owner/name'"
-    raise ArgumentError("model", name, remedy)
+    known = f"{', '.join(map(repr, PRESETS))}, a folder, a GGUF file, or a hub id 'owner/name'"
+    raise ArgumentError("model", name, f"{what}; use {known}")
 
 
 def fill(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], source: Path) -> None:
@@ -164,7 +167,7 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as e:  # the hub client raises errors of several libraries
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        reason = (str(e).strip() or "no reason given").splitlines()[0]
         raise StateError(
             f"model {name!r} could not be fetched from the Hugging Face hub "
             f"({type(e).__name__}: {reason}); check the name and the network, "

@@ -9,62 +9,30 @@ from minikv.errors import ArgumentError
 from minikv.models.config import MLAShape, ModelConfig
 from minikv.models.decoder import Decoder
 
-TINY = ModelConfig(
-    "llama",
-    3,
-    64,
-    128,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocab_size=512,
-    max_context=2048,
-    eos_ids=frozenset([256]),
-)
+# Layers, hidden and intermediate size; query heads, KV heads and their size; vocabulary, context.
+TINY = ModelConfig("llama", 3, 64, 128, 4, 2, 16, 512, 2048, eos_ids=frozenset([256]))
 SHAPES = {
     "tiny": TINY,
     "smollm2-135m": ModelConfig(
-        "llama",
-        30,
-        576,
-        1536,
-        9,
-        3,
-        64,
-        49152,
-        8192,
+        *("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192),
         rope_theta=1e5,
         rms_eps=1e-5,
         tie_embeddings=True,
     ),
     "qwen3-0.6b": ModelConfig(
-        "qwen3",
-        28,
-        1024,
-        3072,
-        16,
-        8,
-        128,
-        151936,
-        40960,
+        *("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960),
         rope_theta=1e6,
         tie_embeddings=True,
         qk_norm=True,
     ),
     "llama-3-8b": ModelConfig(
-        "llama", 32, 4096, 14336, 32, 8, 128, 128256, 8192, rope_theta=5e5, rms_eps=1e-5
+        *("llama", 32, 4096, 14336, 32, 8, 128, 128256, 8192),
+        rope_theta=5e5,
+        rms_eps=1e-5,
     ),
     "mla-tiny": ModelConfig(
-        "deepseek_v2",
-        2,
-        64,
-        128,
-        4,
-        1,
-        48,
-        512,
-        2048,
-        mla=MLAShape(32, 16, 16, 16),
+        *("deepseek_v2", 2, 64, 128, 4, 1, 48, 512, 2048),
+        mla=MLAShape(kv_lora_rank=32, rope_dim=16, nope_dim=16, v_dim=16),
         eos_ids=frozenset([256]),
     ),
 }
@@ -104,18 +72,18 @@ def random_model(
     """
     config = shape(config) if isinstance(config, str) else config
     decoder = Decoder(config, device, dtype)
-    source = torch.device(draw_on if draw_on is not None else device)
+    source = torch.device(draw_on or device)
     generator = torch.Generator(source).manual_seed(seed)
     for name, weight in decoder.named_parameters():
-        if "norm" in name:
-            weight.fill_(1.0)
-            continue
         std = weight.shape[-1] ** -0.5
         if name.startswith("embed_tokens") and not config.tie_embeddings:
             std = 1.0
         elif name.startswith("lm_head"):
             std *= 2.0
-        weight.copy_(torch.randn(weight.shape, generator=generator, device=source) * std)
+        if "norm" in name:
+            weight.fill_(1.0)
+        else:
+            weight.copy_(torch.randn(weight.shape, generator=generator, device=source) * std)
     return decoder
 
 

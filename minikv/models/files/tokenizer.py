@@ -214,15 +214,17 @@ class FileTokenizer:
         given = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
         rule, tokens = given.get("pre", "default"), given.get("tokens", [])
         if given.get("model") != "gpt2" or rule not in _CUTS:
-            found = f"{given.get('model')}/{rule}"
-            remedy = f"gpt2 with {', '.join(_CUTS)} is known; use an HF folder"
-            raise ArgumentError("tokenizer.ggml.pre", found, remedy)
-        like_gpt2 = rule not in ("llama-bpe", "qwen2")
+            raise ArgumentError(
+                "tokenizer.ggml.pre",
+                f"{given.get('model')}/{rule}",
+                f"gpt2 with {', '.join(_CUTS)} is known; use an HF folder",
+            )
         vocab = {token: i for i, token in enumerate(tokens)}
         merges = [tuple(pair.split(" ", 1)) for pair in given.get("merges", [])]
-        bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama-bpe")
-        backend: Any = Backend(bpe)
-        pieces = ByteLevel(add_prefix_space=False, use_regex=like_gpt2)
+        backend: Any = Backend(
+            models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama-bpe")
+        )
+        pieces = ByteLevel(add_prefix_space=False, use_regex=rule not in ("llama-bpe", "qwen2"))
         backend.pre_tokenizer = Sequence([*_CUTS[rule], pieces])
         backend.decoder = decoders.ByteLevel()
         if rule == "qwen2":
