@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -11,8 +12,14 @@ import torch
 from minikv.errors import ArgumentError
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
-    """`value` as an int, when it is one of some kind and not below `least`.
+def whole(
+    name: str,
+    value: Any,
+    least: float | None = None,
+    most: float | None = None,
+    remedy: str | None = None,
+) -> int:
+    """`value` as an int, when it is one of some kind (and no bool) within these bounds.
 
     Examples
     --------
@@ -25,10 +32,25 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     """
     try:
         number = operator.index(value)
-    except TypeError:
-        raise ArgumentError(name, value, "must be a whole number; pass an int") from None
+    except Exception:  # arrays and tensors refuse in ways of their own
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ArgumentError(name, value, remedy or "must be a whole number; pass an int")
     if least is not None and number < least:
-        raise ArgumentError(name, value, f"must be at least {least}")
+        raise ArgumentError(name, value, remedy or f"must be at least {least}")
+    if most is not None and number > most:
+        raise ArgumentError(name, value, remedy or f"must be at most {most}")
+    return number
+
+
+def real(name: str, value: Any, least: float, most: float, remedy: str) -> float:
+    """`value` as a float, when it is a number (and no bool) within these bounds."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value + 0)  # no text
+    except Exception:
+        number = math.nan
+    if not least <= number <= most:
+        raise ArgumentError(name, value, remedy)
     return number
 
 

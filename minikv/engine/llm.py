@@ -22,17 +22,16 @@ from minikv import models
 from minikv.attention.backend import AttentionBackend
 from minikv.device import pick_device
 from minikv.engine.batch import Batch
+from minikv.engine.events import EventLog
+from minikv.engine.grammar import Grammars
 from minikv.engine.options import (
     KV_DTYPES,
     build_pool,
     check_options,
     check_room,
-    check_seed,
     pick_context,
     pick_runner,
 )
-from minikv.engine.events import EventLog
-from minikv.engine.grammar import Grammars
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
 from minikv.engine.request import Delta, Output, Request, State
@@ -45,7 +44,10 @@ from minikv.errors import ArgumentError, StateError
 from minikv.kernels.staging import Landing
 from minikv.memory import PagedAllocator, RequestTable
 from minikv.models.files.load import pick_dtype
+from minikv.numbers import whole
 from minikv.prefix import RadixCache
+
+SEED = "must be an integer of at most 64 bits"
 
 
 @dataclass
@@ -139,7 +141,8 @@ class LLM:
             raise ArgumentError(
                 "speculative", speculative, "speculative decoding is not implemented yet; pass None"
             )
-        self.seed, self.device, self._stats = check_seed(seed), pick_device(device), Stats()
+        self.seed = whole("seed", seed, -(2**63), 2**64 - 1, SEED)
+        self.device, self._stats = pick_device(device), Stats()
         self.events = EventLog(event_log, [self._stats.update])
         dtype = pick_dtype("dtype", dtype, self.device)
         kv_dtype = (

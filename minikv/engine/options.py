@@ -1,8 +1,8 @@
-"""Checks of an engine's options, the size of its KV pool, and its runner."""
+"""What an engine is built with: its options, checked, and the size of its KV pool."""
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,16 +10,14 @@ import torch
 
 from minikv.device import memory_facts
 from minikv.engine.batch import Batch
-from minikv.engine.params import integer, number
 from minikv.errors import ArgumentError
 from minikv.memory import KVPool, MLAPool, plan_size
 from minikv.models import ModelConfig
 from minikv.models.files.load import DTYPES
 from minikv.models.fused.decoder import fused_for
+from minikv.numbers import real, whole
 
-CPU_POOL = (
-    2 << 30
-)  # bytes that a pool on a CPU takes at most, unless asked for more: it is zeroed, so really taken
+CPU_POOL = 2 << 30  # most bytes of a pool on a CPU, unless more are asked for: they are zeroed
 KV_DTYPES = {**DTYPES, "fp8": torch.float8_e4m3fn}
 REMEDIES = {
     "page_size": "must be an integer between 1 and 256",
@@ -39,28 +37,17 @@ def check_options(attention: Any, graphs: Any, **sizes: Any) -> list[Any]:
     if not isinstance(graphs, bool | np.bool_ | str) or graphs not in (True, False, "auto"):
         raise ArgumentError("graphs", graphs, "use 'auto', True or False")
     for name, value in sizes.items():
-        if value is None and name in ("kv_tokens", "kv_memory", "max_context"):
-            continue
-        sizes[name] = size = number(value) if name == "kv_memory" else integer(value)
-        if size is None or not 1 <= size < (257 if name == "page_size" else math.inf):
-            raise ArgumentError(name, value, REMEDIES[name])
-    if sizes["kv_tokens"] is not None and sizes["kv_memory"] is not None:
-        raise ArgumentError(
-            "kv_memory", sizes["kv_memory"], "give kv_tokens or kv_memory, not both"
-        )
-    if sizes["kv_tokens"] is not None and sizes["kv_tokens"] < sizes["page_size"]:
-        raise ArgumentError(
-            "kv_tokens", sizes["kv_tokens"], f"is less than one page of {sizes['page_size']} tokens"
-        )
+        remedy = REMEDIES[name]
+        if name == "kv_memory" and value is not None:
+            sizes[name] = real(name, value, 1, sys.float_info.max, remedy)
+        elif value is not None or name not in ("kv_tokens", "kv_memory", "max_context"):
+            sizes[name] = whole(name, value, 1, 256 if name == "page_size" else None, remedy)
+    kv_tokens, kv_memory = sizes["kv_tokens"], sizes["kv_memory"]
+    if kv_tokens is not None and kv_memory is not None:
+        raise ArgumentError("kv_memory", kv_memory, "give kv_tokens or kv_memory, not both")
+    if kv_tokens is not None and kv_tokens < sizes["page_size"]:
+        raise ArgumentError("kv_tokens", kv_tokens, REMEDIES["kv_tokens"])
     return list(sizes.values())
-
-
-def check_seed(seed: Any) -> int:
-    """A seed that PyTorch's generators take, as an int."""
-    plain = integer(seed)
-    if plain is None or not -(2**63) <= plain < 2**64:
-        raise ArgumentError("seed", seed, "must be an integer of at most 64 bits")
-    return plain
 
 
 def check_room(argument: str, value: Any, need: int, device: torch.device) -> None:

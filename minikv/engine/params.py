@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from minikv.engine.grammar import check_schema
 from minikv.errors import ArgumentError
+from minikv.numbers import real, whole
 
+TEXTS = "use a text or a list of non-empty texts"
+IDS = "use a list of token ids"
+BIAS = "use a mapping from token id to a number between -1e9 and 1e9"
 LARGEST = 1e9  # far above any logit, and far below what fp32 holds, however often it is added
-INTEGERS = {
-    "max_tokens": (0, "must be an integer, 0 or more"), "top_k": (-1, "must be an integer, -1 or more"),
-    "logprobs": (0, "must be None or an integer, 0 or more"), "seed": (-math.inf, "must be an integer or None"),
-    "priority": (-math.inf, "must be an integer; higher stays longer"),
-}  # fmt: skip
+INTEGERS: dict[str, tuple[int | None, str]] = {
+    "max_tokens": (0, "must be an integer, 0 or more"),
+    "top_k": (-1, "must be an integer, -1 or more"),
+    "logprobs": (0, "must be None or an integer, 0 or more"),
+    "seed": (None, "must be an integer or None"),
+    "priority": (None, "must be an integer; higher stays longer"),
+}
 BOUNDS = {
-    "temperature": (0, LARGEST), "top_p": (0, 1), "min_p": (0, 1), "repetition_penalty": (1e-6, 1e6),
-    "presence_penalty": (-LARGEST, LARGEST), "frequency_penalty": (-LARGEST, LARGEST),
-}  # fmt: skip
+    "temperature": (0, LARGEST),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-6, 1e6),
+    "presence_penalty": (-LARGEST, LARGEST),
+    "frequency_penalty": (-LARGEST, LARGEST),
+}
 
 
 @dataclass(frozen=True)
@@ -102,31 +110,29 @@ class SamplingParams:
     namespace: Hashable = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        texts = _each(stop, lambda s: s if isinstance(s, str) and s else None)
-        self._keep("stop", texts, "use a text or a list of non-empty texts")
-        self._keep("stop_token_ids", _each(self.stop_token_ids, integer), "use a list of token ids")
+        kept: dict[str, Any] = {}  # Python's numbers and tuples in place of what was given
+        texts = (self.stop,) if isinstance(self.stop, str) else _all("stop", self.stop, TEXTS)
+        if not all(isinstance(text, str) and text for text in texts):
+            raise ArgumentError("stop", self.stop, TEXTS)
+        ids = _all("stop_token_ids", self.stop_token_ids, IDS)
+        kept["stop"] = texts
+        kept["stop_token_ids"] = tuple(whole("stop_token_ids", i, remedy=IDS) for i in ids)
         for name, (least, remedy) in INTEGERS.items():
-            value = integer(getattr(self, name))
-            if getattr(self, name) is not None or name not in ("logprobs", "seed"):
-                self._keep(name, None if value is None or value < least else value, remedy)
+            value = getattr(self, name)
+            if value is not None or name not in ("logprobs", "seed"):
+                kept[name] = whole(name, value, least, remedy=remedy)
         for name, (least, most) in BOUNDS.items():
-            value = number(getattr(self, name))
-            ok = value is not None and least <= value <= most
-            self._keep(
-                name, value if ok else None, f"must be a number between {least:g} and {most:g}"
-            )
+            remedy = f"must be a number between {least:g} and {most:g}"
+            kept[name] = real(name, getattr(self, name), least, most, remedy)
         if self.logit_bias is not None:
-            given = (
-                self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else [(None, None)]
-            )
-            bias = {integer(k): number(v) for k, v in given}
-            ok = all(
-                k is not None and k >= 0 and v is not None and abs(v) <= LARGEST
-                for k, v in bias.items()
-            )
-            remedy = "use a mapping from token id to a number between -1e9 and 1e9"
-            self._keep("logit_bias", bias if ok else None, remedy)
+            if not isinstance(self.logit_bias, Mapping):
+                raise ArgumentError("logit_bias", self.logit_bias, BIAS)
+            kept["logit_bias"] = {
+                whole("logit_bias", token, 0, remedy=BIAS): real(
+                    "logit_bias", added, -LARGEST, LARGEST, BIAS
+                )
+                for token, added in self.logit_bias.items()
+            }
         try:
             hash(self.namespace)
         except TypeError:
@@ -135,12 +141,8 @@ class SamplingParams:
             ) from None
         if self.json_schema is not None:
             check_schema(self.json_schema)
-
-    def _keep(self, name: str, value: Any, remedy: str) -> None:
-        """Replace what was given by what is kept of it; None: it is refused."""
-        if value is None:
-            raise ArgumentError(name, getattr(self, name), remedy)
-        object.__setattr__(self, name, value)
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -159,28 +161,9 @@ class SamplingParams:
         return bool(self.logit_bias) or self.penalises
 
 
-def integer(value: Any) -> int | None:
-    """What ``operator.index`` takes, as an int; None for a bool and for what is no integer."""
+def _all(name: str, values: Any, remedy: str) -> tuple:
+    """All of an iterable, which may be one that is used up by it."""
     try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except Exception:  # arrays and tensors refuse in ways of their own
-        return None
-
-
-def number(value: Any) -> float | None:
-    """A finite number as a float; None for a bool and for what is no finite number."""
-    try:
-        return float(value) if not isinstance(value, bool) and math.isfinite(value) else None
-    except Exception:
-        return None
-
-
-def _each(values: Any, convert: Callable[[Any], Any]) -> tuple | None:
-    """All of an iterable, which may be one that is used up by it; None where it is none, or one of
-    them is refused."""
-    try:
-        items = iter(values)
+        return tuple(values)
     except TypeError:
-        return None
-    made = tuple(map(convert, items))
-    return None if None in made else made
+        raise ArgumentError(name, values, remedy) from None
