@@ -1,12 +1,18 @@
-"""What one step runs."""
+"""What one step runs, and the one rule for its slots."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
-from minikv.engine.request import Request
+from minikv.engine.request import Request, State
+from minikv.errors import StateError
+
+Span = tuple[Request, int, int]  # a request, and from where to where its tokens are computed
 
 
 @dataclass
@@ -62,3 +68,61 @@ class Batch:
     def kind(self) -> str:
         """``"decode"`` or ``"extend"``, for events and pictures."""
         return "decode" if self.decode else "extend"
+
+
+def make_batch(
+    spans: Sequence[Span], allocator: Any, table: Any, last: Batch | None = None
+) -> Batch:
+    """A step over the tokens of each span: their slots are taken and written to the table.
+
+    Parameters
+    ----------
+    spans
+        One for each request, none empty. There is room for them.
+    allocator, table
+        Page allocator and request table.
+    last
+        A step that ran before. Where it ran the same requests, up to where these spans start, their
+        rows and last slots are known from it.
+    """
+    requests = [r for r, _, _ in spans]
+    if last is not None and last.requests == requests:
+        rows, prefix_lens, last_slots = last.rows, last.seq_lens, last.out_slots
+    else:
+        rows = torch.tensor([r.row for r in requests])
+        prefix_lens = torch.tensor([start for _, start, _ in spans])
+        last_slots = table.last_slots(rows, prefix_lens)
+    token_ids = np.concatenate([r.tokens(start, end) for r, start, end in spans])
+    if token_ids.size == len(spans):
+        new_lens = torch.ones_like(prefix_lens)
+        seq_lens, positions = prefix_lens + 1, prefix_lens
+        slots = allocator.alloc_decode(seq_lens, last_slots)
+    else:
+        seq_lens = torch.tensor([end for _, _, end in spans])
+        new_lens = seq_lens - prefix_lens
+        positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
+        slots = allocator.alloc_extend(prefix_lens, seq_lens, last_slots, token_ids.size)
+    if slots is None:
+        raise StateError(
+            "the allocator refused pages it counted as free; llm.cache.check() names the holder"
+        )
+    table.write(rows, prefix_lens, seq_lens, slots)
+    sampled, logits_at, behind = [], [], 0
+    for r, start, end in spans:
+        behind += end - start
+        if end >= r.end:
+            sampled.append(r)
+            logits_at += range(behind - 1 - r.drafts, behind)
+    return Batch(
+        requests=requests,
+        token_ids=torch.from_numpy(token_ids),
+        positions=positions,
+        rows=rows,
+        prefix_lens=prefix_lens,
+        seq_lens=seq_lens,
+        new_lens=new_lens,
+        out_slots=slots,
+        sampled=sampled,
+        logits_at=torch.tensor(logits_at, dtype=torch.int64),
+        decode=behind == len(spans) and all(r.state is State.RUNNING for r in requests),
+    )

@@ -494,31 +494,35 @@ class LLM:
             return Output(next(self._ids), list(ids), finish_reason="error", error=str(e))
 
     def _request(self, prompt: Any, params: SamplingParams | None) -> Request:
-        try:
-            params = SamplingParams() if params is None else params
-            if not isinstance(params, SamplingParams):
-                raise ArgumentError("params", params, "give a SamplingParams")
-            vocab = self.config.vocab_size
-            ids = prompt_ids(prompt, self.tokenizer, vocab)
-            self.scheduler.check_prompt(len(ids))
-            for name in ("logit_bias", "stop_token_ids"):
-                for token in getattr(params, name) or ():
-                    if not 0 <= token < vocab:
-                        raise ArgumentError(
-                            name, token, f"is outside the vocabulary; ids are 0..{vocab - 1}"
-                        )
-            schema = params.json_schema
-            grammar = None if schema is None else self.grammars.start(schema)
-        except ArgumentError as e:
-            self.events("refuse", error=str(e))
-            raise
+        params = SamplingParams() if params is None else params
+        with self._turn():
+            try:
+                return self._checked(prompt, params)
+            except ArgumentError as e:
+                self.events("refuse", error=str(e))
+                raise
+
+    def _checked(self, prompt: Any, params: SamplingParams) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise ArgumentError("params", params, "give a SamplingParams")
+        vocab, schema = self.config.vocab_size, params.json_schema
+        ids = prompt_ids(prompt, self.tokenizer, vocab)
+        self.scheduler.check_prompt(len(ids))
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(params, name) or ():
+                whole(name, token, 0, vocab - 1, f"is outside the vocabulary of {vocab} ids")
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.tokenizer.eos_ids
         request = Request(
-            next(self._ids), ids, params, stop_ids, self.scheduler.max_context + 1, grammar,
-            TextStream(self.tokenizer, params.stop, params.keep_stop),
-        )  # fmt: skip
+            next(self._ids),
+            ids,
+            params,
+            stop_ids,
+            max_length=self.scheduler.max_context + 1,
+            grammar=None if schema is None else self.grammars.start(schema),
+            text=TextStream(self.tokenizer, params.stop, params.keep_stop),
+        )
         if params.seed is None:
             request.seed = (self.seed << 32) + request.id
         return request

@@ -14,13 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from minikv.engine.batch import Batch
+from minikv.engine.batch import Batch, Span, make_batch
 from minikv.engine.policy import POLICIES, order, shared_key
 from minikv.engine.request import Request, State
-from minikv.errors import ArgumentError, StateError
+from minikv.errors import ArgumentError
 
 _now = time.perf_counter
 RATIO = 0.7  # the share of its remaining tokens that a running request is expected to use
@@ -99,8 +96,6 @@ class Scheduler:
 
     def check_prompt(self, length: int) -> None:
         """Raise ArgumentError for a prompt length that could never run."""
-        if length < 1:
-            raise ArgumentError("prompt", [], "is empty; give at least one token")
         if length > self.max_context:
             raise ArgumentError(
                 "prompt",
@@ -170,11 +165,12 @@ class Scheduler:
             if chunks:
                 spans = chunks + self._next_tokens() if self.mixed else chunks
                 self.make_room(sum(self._new(start, end) for _, start, end in spans))
-                return self._batch(spans)
+                return make_batch(spans, self.allocator, self.table)
             if self.running:
                 self._make_decode_room()
                 if self.running:
-                    return self._batch(self._next_tokens(), self._last)
+                    spans = self._next_tokens()
+                    return make_batch(spans, self.allocator, self.table, self._last)
             elif self.waiting or self.prefilling:  # no request runs that will give pages back
                 stuck = (*self.prefilling, *order(self.policy, self.waiting, self._probe))[0]
                 self.finish(stuck, "error", NO_ROOM)
@@ -197,7 +193,8 @@ class Scheduler:
             return None
         if not self.make_room(sum(self._new(r.length, r.length + 1) for r in going)):
             return None
-        return self._batch([(r, r.length, r.length + 1) for r in going], batch)
+        spans = [(r, r.length, r.length + 1) for r in going]
+        return make_batch(spans, self.allocator, self.table, batch)
 
     def process(
         self,
@@ -289,13 +286,13 @@ class Scheduler:
         queue = order(self.policy, self.waiting, self._probe)
         return bool(self.prefilling) or self._fits(queue[0], claimed)
 
-    def _plan_chunks(self) -> list[tuple[Request, int, int]]:
+    def _plan_chunks(self) -> list[Span]:
         """Requests, and from where to where each is computed in this step."""
         if self._only_decodes:
             return []
         budget = self.chunk_tokens - (len(self.running) if self.mixed else 0)
         claimed = sum(self._growth(r) for r in self.running)
-        chunks: list[tuple[Request, int, int]] = []
+        chunks: list[Span] = []
         for r in self.prefilling:  # the partial request goes on first
             end = min(r.length, r.computed + budget)
             beside = self._decode_need() if self.mixed else 0
@@ -349,57 +346,8 @@ class Scheduler:
             r.cached_tokens, r.timing.admitted = match.length, _now()
         self._emit("admit", id=r.id, cached_tokens=match.length, again=again)
 
-    # ---- rows and slots
-
-    def _next_tokens(self) -> list[tuple[Request, int, int]]:
+    def _next_tokens(self) -> list[Span]:
         return [(r, r.computed, r.end) for r in self.running]
-
-    def _batch(self, spans: list[tuple[Request, int, int]], last: Batch | None = None) -> Batch:
-        """A step over the tokens of each request from its start to its end; there is room for them.
-
-        Where `last` ran the same requests up to these starts, their rows and last slots are known.
-        """
-        requests = [r for r, _, _ in spans]
-        if last is not None and last.requests == requests:
-            rows, prefix_lens, last_slots = last.rows, last.seq_lens, last.out_slots
-        else:
-            rows = torch.tensor([r.row for r in requests])
-            prefix_lens = torch.tensor([start for _, start, _ in spans])
-            last_slots = self.table.last_slots(rows, prefix_lens)
-        token_ids = np.concatenate([r.tokens(start, end) for r, start, end in spans])
-        if token_ids.size == len(spans):
-            new_lens = torch.ones_like(prefix_lens)
-            seq_lens, positions = prefix_lens + 1, prefix_lens
-            slots = self.allocator.alloc_decode(seq_lens, last_slots)
-        else:
-            seq_lens = torch.tensor([end for _, _, end in spans])
-            new_lens = seq_lens - prefix_lens
-            positions = torch.cat([torch.arange(start, end) for _, start, end in spans])
-            slots = self.allocator.alloc_extend(prefix_lens, seq_lens, last_slots, token_ids.size)
-        if slots is None:
-            raise StateError(
-                "the allocator refused pages it counted as free; llm.cache.check() names the holder"
-            )
-        self.table.write(rows, prefix_lens, seq_lens, slots)
-        sampled, logits_at, behind = [], [], 0
-        for r, start, end in spans:
-            behind += end - start
-            if end >= r.end:
-                sampled.append(r)
-                logits_at += range(behind - 1 - r.drafts, behind)
-        return Batch(
-            requests=requests,
-            token_ids=torch.from_numpy(token_ids),
-            positions=positions,
-            rows=rows,
-            prefix_lens=prefix_lens,
-            seq_lens=seq_lens,
-            new_lens=new_lens,
-            out_slots=slots,
-            sampled=sampled,
-            logits_at=torch.tensor(logits_at, dtype=torch.int64),
-            decode=behind == len(spans) and all(r.state is State.RUNNING for r in requests),
-        )
 
     # ---- decode
 
