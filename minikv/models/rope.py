@@ -24,8 +24,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     context, and scales the scores a little through cos and sin.
     """
     d = config.mla.rope_dim if config.mla else config.head_dim
-    base, scaling = config.rope_theta, config.rope_scaling or {"rope_type": "default"}
-    speed = 1.0 / (base ** (torch.arange(0, d, 2, dtype=torch.int64).float() / d))
+    scaling = config.rope_scaling or {"rope_type": "default"}
+    speed = 1.0 / (config.rope_theta ** (torch.arange(0, d, 2, dtype=torch.int64).float() / d))
     kind = scaling["rope_type"]
     if kind == "linear":
         return speed / scaling["factor"], 1.0
@@ -38,7 +38,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast, untouched; 0: slow, divided
         return (1 - keep) * speed / scaling["factor"] + keep * speed, 1.0
     if kind == "yarn":
-        return _yarn(speed, d, base, scaling)
+        return _yarn(speed, d, config.rope_theta, scaling)
     return speed, 1.0
 
 
@@ -56,20 +56,17 @@ def _yarn(speed: Tensor, d: int, base: float, scaling: dict[str, Any]) -> tuple[
     if first == last:
         last += 0.001
     divided = ((torch.arange(d // 2).float() - first) / (last - first)).clamp(0, 1)
-    scale = scaling.get("attention_factor")
-    if scale is None:
-        above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        scale = (
-            yarn_mscale(factor, above) / yarn_mscale(factor, below)
-            if above and below
-            else yarn_mscale(factor)
-        )
+    above, below = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    scale = yarn_mscale(factor)
+    if above and below:
+        scale = yarn_mscale(factor, above) / yarn_mscale(factor, below)
+    scale = scaling.get("attention_factor") or scale
     return speed / factor * divided + speed * (1 - divided), scale
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     """Yarn's correction of the attention temperature for a context stretched by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1.0
 
 
 class Rotary(nn.Module):

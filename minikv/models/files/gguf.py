@@ -84,9 +84,10 @@ def read_config(file: GGUFFile) -> ModelConfig:
     metadata = file.metadata
     kind = metadata.get("general.architecture", "")
     if kind not in ARCHITECTURES or metadata.get(f"{kind}.expert_count"):
-        known = ", ".join(ARCHITECTURES)
         raise ArgumentError(
-            "general.architecture", kind, f"minikv reads GGUF of {known}, dense only"
+            "general.architecture",
+            kind,
+            f"minikv reads GGUF of {', '.join(ARCHITECTURES)}, dense only",
         )
     stops = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     given = {name.removeprefix(f"{kind}."): value for name, value in metadata.items()}
@@ -200,10 +201,11 @@ class GGUFFile:
                 raise ValueError("the file ends inside tensor data")
             value = dequantize(raw.reshape(-1, shape[-1] // block * block_bytes), kind)
         except (NotImplementedError, ValueError) as e:
-            reason = (
-                f"tensor {name} cannot be read ({e}); fetch the file again, or one of another type"
-            )
-            raise ArgumentError("model", str(self.path), reason) from e
+            raise ArgumentError(
+                "model",
+                str(self.path),
+                f"tensor {name} cannot be read ({e}); fetch the file again, or one of another type",
+            ) from e
         return torch.from_numpy(np.asarray(value, dtype=np.float32)).view(shape)
 
 

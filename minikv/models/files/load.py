@@ -151,12 +151,16 @@ def fill(decoder: Decoder, tensors: Iterable[tuple[str, Tensor]], source: Path) 
             expected = "no such tensor is expected"
             if place is not None:
                 expected = f"expected {tuple(place.shape)}"
-            remedy = f"tensor {name} {tuple(tensor.shape)}: {expected}; does config.json match it?"
-            raise ArgumentError("model", str(source), remedy)
+            raise ArgumentError(
+                "model",
+                str(source),
+                f"tensor {name} {tuple(tensor.shape)}: {expected}; does config.json match it?",
+            )
         place.copy_(tensor)
     if places:
-        example = next(iter(places))
-        raise ArgumentError("model", str(source), f"lacks {len(places)} tensors, such as {example}")
+        raise ArgumentError(
+            "model", str(source), f"lacks {len(places)} tensors, such as {next(iter(places))}"
+        )
 
 
 def _from_hub(name: str) -> Path:

@@ -24,8 +24,11 @@ def reading(source: Path, what: str) -> Iterator[None]:
     except (Error, OSError, MemoryError, RuntimeError):
         raise
     except Exception as e:
-        reason = f"{what} cannot be understood ({type(e).__name__}: {e}); fetch it again"
-        raise ArgumentError("model", str(source), reason) from e
+        raise ArgumentError(
+            "model",
+            str(source),
+            f"{what} cannot be understood ({type(e).__name__}: {e}); fetch it again",
+        ) from e
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -37,6 +40,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as e:
         raise ArgumentError("model", str(path), f"is not valid JSON ({e})") from e
     if not isinstance(value, dict):
-        what = type(value).__name__
-        raise ArgumentError("model", str(path), f"holds a {what}, not an object; fetch it again")
+        raise ArgumentError(
+            "model", str(path), f"holds a {type(value).__name__}, not an object; fetch it again"
+        )
     return value

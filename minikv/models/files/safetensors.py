@@ -54,8 +54,10 @@ def open_folder(
             tokenizer = FileTokenizer.from_folder(folder, config.eos_ids)
         config = replace(config, eos_ids=tokenizer.eos_ids)
     else:
-        lack = f"{folder} has no tokenizer.json: text is read as bytes, token ids work as they are"
-        warnings.warn(lack, stacklevel=4)
+        warnings.warn(
+            f"{folder} has no tokenizer.json: text is read as bytes, token ids work as they are",
+            stacklevel=3,
+        )
     with reading(folder, "config.json"):
         return Decoder(config, device, dtype), tokenizer, _tensors(folder, shards, device)
 
@@ -64,12 +66,16 @@ def _shards(folder: Path) -> list[Path]:
     """The weight files of a folder: all shards of the index, or the single file."""
     shards = [folder / "model.safetensors"]
     if (folder / INDEX).exists():
-        names = read_json(folder / INDEX)["weight_map"].values()
-        shards = sorted({folder / name for name in names})
+        shards = sorted(
+            {folder / name for name in read_json(folder / INDEX)["weight_map"].values()}
+        )
     missing = ", ".join(shard.name for shard in shards if not shard.exists())
     if missing:
-        remedy = f"lacks {missing}; fetch it again, or save it with safe_serialization=True"
-        raise ArgumentError("model", str(folder), remedy)
+        raise ArgumentError(
+            "model",
+            str(folder),
+            f"lacks {missing}; fetch it again, or save it with safe_serialization=True",
+        )
     return shards
 
 
