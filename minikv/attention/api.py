@@ -7,6 +7,10 @@ Arguments are checked once (``options.py``). On CUDA Triton's kernels run (``ext
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from minikv.attention import cpu, options
@@ -136,14 +140,7 @@ def extend_attention(
     >>> extend_attention(q, k, v, pool, pool, *lists)[:, 0, 0].tolist()
     [1.5, 2.0, 9.0]
     """
-    opts = options.check(locals())
-    if not use_triton(backend, q.device):
-        parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, qo_indptr, new_keys=True)
-        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out, k, v)
-    o, lse = options.outputs(q, v_cache, out, return_lse)
-    lists, splits = (qo_indptr, kv_indptr, kv_indices), plan and plan.num_kv_splits
-    launch_extend(q, k, v, k_cache, v_cache, o, lse, *lists, opts, max_extend_len, splits)
-    return o if lse is None else (o, lse)
+    return _attention(launch_extend, locals())
 
 
 def extend_attention_unified(
@@ -228,14 +225,7 @@ backend
     >>> extend_attention_unified(q, pool, pool, *lists)[:, 0, 0].tolist()
     [5.0, 4.2...]
     """
-    opts = options.check(locals())
-    if not use_triton(backend, q.device):
-        parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts, qo_indptr)
-        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out)
-    o, lse = options.outputs(q, v_cache, out, return_lse)
-    lists = qo_indptr, kv_indptr, kv_indices, prefix_lens
-    launch_unified(q, k_cache, v_cache, o, lse, *lists, opts, max_extend_len)
-    return o if lse is None else (o, lse)
+    return _attention(launch_unified, locals())
 
 
 def decode_attention(
@@ -328,13 +318,26 @@ def decode_attention(
     >>> o[:, 0, 0].tolist()
     [5.0, 2.0]
     """
-    opts = options.check(locals())
-    if plan is not None:
-        plan.check(q, v_cache, num_kv_splits, sliding_window)
-    if not use_triton(backend, q.device):
-        parts = cpu.plan(q, k_cache, v_cache, kv_indptr, kv_indices, opts)
-        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out)
-    o, lse = options.outputs(q, v_cache, out, return_lse)
-    lists = kv_indptr, kv_indices
-    launch_decode(q, k_cache, v_cache, o, lse, *lists, opts, num_kv_splits, plan, early)
-    return o if lse is None else (o, lse)
+    return _attention(launch_decode, locals())
+
+
+def _attention(launch: Callable[..., None], arguments: dict[str, Any]) -> Any:
+    """Check the arguments of a public function, then run PyTorch, or the form's Triton kernels."""
+    opts = options.check(arguments)
+    tensors = {name: arguments[name] for name in options.REQUIRED if name in arguments}
+    q, k_cache, v_cache = tensors["q"], tensors["k_cache"], tensors["v_cache"]
+    out, return_lse, plan = arguments["out"], arguments["return_lse"], arguments["plan"]
+    if plan is not None and "num_kv_splits" in arguments:
+        plan.check(q, v_cache, arguments["num_kv_splits"], opts.sliding_window)
+    if not use_triton(arguments["backend"], q.device):
+        k, v = tensors.get("k"), tensors.get("v")
+        lists = tensors["kv_indptr"], tensors["kv_indices"]
+        qo_indptr = tensors.get("qo_indptr")
+        parts = cpu.plan(q, k_cache, v_cache, *lists, opts, qo_indptr, new_keys=k is not None)
+        return cpu.run(parts, q, k_cache, v_cache, opts, return_lse, out, k, v)
+    if out is None:
+        out = q.new_empty(*q.shape[:2], v_cache.shape[2])
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+    numbers = {name: arguments[name] for name in options.BESIDE if name in arguments}
+    launch(**tensors, out=out, lse=lse, opts=opts, **numbers)
+    return out if lse is None else (out, lse)

@@ -83,13 +83,15 @@ def find_request(
 
 
 @triton.jit
-def tile_rows(keys, tile, begin, end, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
-    """Positions [N] of the keys of a tile, and the rows where they lie; for descriptors of the pool
-    the row of the first."""
+def tile_rows(
+    keys, tile, begin, end, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Positions [N] of the keys of a tile, and the rows where they lie; of a WHOLE tile of the pool,
+    which a descriptor loads, the row of the first."""
     kv_pos = keys.origin + tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = keys.base + kv_pos
     if keys.slots is not None:
-        if keys.k_desc is not None:
+        if WHOLE:
             row = tl.load(keys.slots + keys.base + keys.origin + tile * BLOCK_N).to(tl.int32)
         elif MASKED:
             listed = (kv_pos >= begin) & (kv_pos < end)
@@ -164,23 +166,24 @@ def attend(
     columns = tl.arange(0, BLOCK_D)
     v_columns = tl.arange(0, BLOCK_DV)
     first_tile = first + tl.where(head_tiles > 0, 0, gap)
-    kv_pos, row = tile_rows(keys, first_tile, begin, end, BLOCK_N, True)
+    WHOLE: tl.constexpr = keys.k_desc is not None and not MASKED
+    kv_pos, row = tile_rows(keys, first_tile, begin, end, BLOCK_N, True, WHOLE)
     for i in range(num_tiles):
         if MASKED:
             next_tile = first + i + 1 + tl.where(i + 1 >= head_tiles, gap, 0)
         else:
             next_tile = first + tl.minimum(i + 1, num_tiles - 1)
-        next_pos, next_row = tile_rows(keys, next_tile, begin, end, BLOCK_N, MASKED)
+        next_pos, next_row = tile_rows(keys, next_tile, begin, end, BLOCK_N, MASKED, WHOLE)
         seen, live, live_v = None, None, None
         if MASKED:
             seen, live, live_v = what_is_seen(
                 queries, kv_pos, mask_rows, bounds, window, CAUSAL, BEGIN
             )
         at = row
-        if keys.slots is not None and keys.k_desc is not None:
+        if keys.slots is not None and WHOLE:
             at = row + tl.arange(0, BLOCK_N)
         at = at.to(tl.uint32).to(tl.int64)  # rows are below 2^31, element offsets need not be
-        if keys.k_desc is None:
+        if not WHOLE:
             k = load_rows(keys.k, at * STRIDE_K, columns, live, D, BLOCK_D).to(dtype)
             v = load_rows(keys.v, at * STRIDE_V, v_columns, live_v, DV, BLOCK_DV).to(dtype)
         else:
@@ -200,6 +203,44 @@ def attend(
         kv_pos = next_pos
         row = next_row
     return acc, m_i, l_i
+
+
+@triton.jit
+def attend_range(
+    state,
+    queries,
+    keys,
+    mask_rows,
+    span,
+    bounds,
+    scores,
+    STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BEGIN: tl.constexpr,
+    SKIP: tl.constexpr,
+):
+    """Let one tile of queries see the keys in a span ``low, high, full_low, full_high``: tiles that
+    lie whole in ``full_low .. full_high`` without masks, then the others of ``low .. high`` with
+    masks. SKIP names the loop ("full", "masked" or none) that is often empty and then jumped over.
+    The other parameters are those of `attend`.
+    """
+    low, high, full_low, full_high = span
+    first, head_tiles, full, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
+    if mask_rows is None and (SKIP != "full" or full > 0):
+        state = attend(
+            state, queries, keys, None, (first + head_tiles, 0, 0, full), bounds, scores,
+            STRIDE_K, STRIDE_V, D, DV, BLOCK_N, MASKED=False, CAUSAL=False, BEGIN=False,
+        )  # fmt: skip
+    if SKIP != "masked" or masked > 0:
+        state = attend(
+            state, queries, keys, mask_rows, (first, head_tiles, full, masked), bounds, scores,
+            STRIDE_K, STRIDE_V, D, DV, BLOCK_N, MASKED=True, CAUSAL=CAUSAL, BEGIN=BEGIN,
+        )  # fmt: skip
+    return state
 
 
 @triton.jit

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from minikv.attention.merge import merge_parts, part_size
-from minikv.attention.options import Options
-from minikv.attention.plan import AttentionPlan, decode_tiles_of, uniform_splits, values_in_keys
+from minikv.attention.options import Options, on
+from minikv.attention.plan import AttentionPlan, uniform_splits
 from minikv.attention.softmax import (
     capped,
     head_columns,
@@ -23,7 +23,12 @@ from minikv.attention.softmax import (
     start_dependent,
     wait_if_early,
 )
-from minikv.attention.tiles import DecodeTiles, head_sizes, processors_of
+from minikv.attention.tiles import (
+    decode_tiles_of,
+    head_sizes,
+    processors_of,
+    values_in_keys,
+)
 from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 
@@ -32,46 +37,47 @@ def launch_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
     kv_indptr: Tensor,
     kv_indices: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
     opts: Options,
-    num_splits: int | None = None,
+    num_kv_splits: int | None = None,
     plan: AttentionPlan | None = None,
     early: bool = False,
-    tiles: DecodeTiles | None = None,
-    dependent: bool = True,
 ) -> None:
-    """Run the Triton kernels of ``decode_attention`` into `out` and `lse`; `tiles` and `dependent`,
-    for tests and tuning, replace what is chosen here."""
+    """Run the Triton kernels of ``decode_attention`` into `out` and `lse`."""
     batch, q_heads, d = q.shape
     kv_heads, d_v, processors = k_cache.shape[1], v_cache.shape[2], processors_of(q.device)
     if batch == 0:
         return
     if plan is not None:
-        tiles = tiles or plan.tiles_for(batch)
+        tiles, num_splits = plan.tiles_for(batch), plan.num_kv_splits or 1
         num_items, num_merges = plan.capacity(batch), plan.entries(batch)
-        num_splits, planned = plan.num_kv_splits or 1, plan.num_kv_splits is None
-        items, merges = (plan.items, plan.merges) if planned else (None, None)
+        items, merges = plan.items, plan.merges
         partial, partial_lse = plan.partial, plan.partial_lse
     else:
-        items, merges, num_merges = None, None, batch
-        tiles = tiles or decode_tiles_of(q_heads, k_cache, v_cache)
-        lanes = tiles.programs(q_heads, kv_heads)
+        tiles, num_splits = decode_tiles_of(q_heads, k_cache, v_cache), num_kv_splits
         if num_splits is None:
-            tiles = tiles.for_programs(batch * lanes, processors)
+            tiles = tiles.for_programs(batch * tiles.programs(q_heads, kv_heads), processors)
             lanes, entries = tiles.programs(q_heads, kv_heads), kv_indices.shape[0]
             num_splits = uniform_splits(batch, lanes, entries, tiles, processors)
-        num_items = batch * num_splits
+        num_items, num_merges = batch * num_splits, batch
+        items, merges = None, None
         rows = num_items if num_splits > 1 else 0, q_heads
         partial = torch.empty((*rows, d_v), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     args = (
         *(q, k_cache, v_cache, out, lse, partial, partial_lse, opts.sinks),
         *(kv_indptr, kv_indices, opts.window_start, items),
-        *(num_splits, q_heads, q_heads // kv_heads, opts.window, opts.xai_temperature_len),
-        *(opts.sm_scale * opts.k_scale, opts.v_scale, opts.cap),
+        *(
+            num_splits,
+            q_heads,
+            q_heads // kv_heads,
+            on(opts.sliding_window, -1),
+            on(opts.xai_temperature_len, -1),
+        ),
+        *(opts.sm_scale * opts.k_scale, opts.v_scale, on(opts.logit_cap, 0.0)),
         *(q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1)),
         *(out.stride(0), out.stride(1)),
     )
@@ -81,14 +87,14 @@ def launch_decode(
         args,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        dependent=dependent,
+        dependent=True,
         STRIDE_K=k_cache.stride(0),
         STRIDE_V=v_cache.stride(0),
         **head_sizes(d, d_v),
         BLOCK_H=tiles.block_h,
         BLOCK_N=tiles.block_n,
         V_IN_K=values_in_keys(k_cache, v_cache),
-        RULE=opts.rule,
+        RULE=opts.xai_temperature_rule,
         EARLY=early,
     )
     if num_items > batch:
@@ -98,7 +104,7 @@ def launch_decode(
             num_merges=num_merges,
             kv_indptr=kv_indptr,
             block_n=tiles.block_n,
-            dependent=dependent,
+            dependent=True,
             early=early,
         )
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minikv.attention.attend import Keys, Queries, attend, find_request, store_rows, tile_range
+from minikv.attention.attend import Keys, Queries, attend_range, find_request, store_rows
 from minikv.attention.merge import merge_parts
-from minikv.attention.options import Options
+from minikv.attention.options import Options, on
+from minikv.attention.plan import AttentionPlan
 from minikv.attention.softmax import load_queries, nothing_seen, row_factor
 from minikv.attention.tiles import (
     Tiles,
@@ -31,13 +32,14 @@ def launch_extend(
     v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
     qo_indptr: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
     opts: Options,
     max_extend_len: int | None = None,
+    plan: AttentionPlan | None = None,
     num_splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> None:
@@ -50,6 +52,8 @@ def launch_extend(
     tiles = tiles or extend_tiles(capability_of(q.device), d, d_v, q.dtype)
     compact, places = grid_places(tokens, batch, tiles.block_m, 1, max_extend_len)
     columns = 1 if compact else batch
+    if plan is not None:
+        num_splits = plan.num_kv_splits
     if num_splits is None:
         programs, mean_prefix = places * q_heads * columns, kv_indices.shape[0] // batch
         num_splits = prefix_splits(processors_of(q.device), programs, mean_prefix, tiles.block_n)
@@ -66,8 +70,14 @@ def launch_extend(
         *(opts.mask_bytes, sinks, qo_indptr, kv_indptr),
         *(kv_indices if kv_indices.shape[0] else None, opts.window_start, opts.mask_indptr),
         *(batch, batch.bit_length(), places, num_splits if split else None, q_heads // kv_heads),
-        *(opts.window, opts.xai_temperature_len, opts.sm_scale, opts.k_scale, opts.v_scale),
-        *(opts.cap, q.stride(0), q.stride(1), k.stride(1), v.stride(1)),
+        *(
+            on(opts.sliding_window, -1),
+            on(opts.xai_temperature_len, -1),
+            opts.sm_scale,
+            opts.k_scale,
+            opts.v_scale,
+        ),
+        *(on(opts.logit_cap, 0.0), q.stride(0), q.stride(1), k.stride(1), v.stride(1)),
         *(k_cache.stride(1), v_cache.stride(1), target.stride(0), target.stride(1)),
     )
     launch(
@@ -84,7 +94,7 @@ def launch_extend(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         CAUSAL=opts.causal and opts.custom_mask is None,
-        RULE=opts.rule,
+        RULE=opts.xai_temperature_rule,
         MASK_PREFIX=opts.custom_mask is not None and not opts.skip_prefix_mask,
         COMPACT=compact,
     )
@@ -180,33 +190,18 @@ def extend_kernel(
             full_low = tl.maximum(full_low, prefix + last_row - window)
         if MASK_PREFIX:
             full_high = 0
-        first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
         factor = row_factor(absolute, temperature_len, scale * k_scale, cap, RULE)
-        scores = factor, scale * k_scale, cap, window
         kc, vc = k_cache + kv_head * stride_kch, v_cache + kv_head * stride_vch
-        slots = kv_indices + kv_start
-        if not MASK_PREFIX:
-            acc, m_i, l_i = attend(
-                (acc, m_i, l_i),
-                queries,
-                Keys(kc, vc, kc_desc, vc_desc, head // group, slots, 0, 0),
-                None,
-                (first + head_tiles, 0, 0, middle),
-                (0, prefix, 0),
-                scores,
-                STRIDE_KC, STRIDE_VC, D, DV, BLOCK_N, MASKED=False, CAUSAL=False, BEGIN=False,
-            )  # fmt: skip
-        if masked > 0:
-            acc, m_i, l_i = attend(
-                (acc, m_i, l_i),
-                queries,
-                Keys(kc, vc, None, None, 0, slots, 0, 0),
-                mask_rows if MASK_PREFIX else None,
-                (first, head_tiles, middle, masked),
-                (0, high, 0),
-                scores,
-                STRIDE_KC, STRIDE_VC, D, DV, BLOCK_N, MASKED=True, CAUSAL=False, BEGIN=False,
-            )  # fmt: skip
+        acc, m_i, l_i = attend_range(
+            (acc, m_i, l_i),
+            queries,
+            Keys(kc, vc, kc_desc, vc_desc, head // group, kv_indices + kv_start, 0, 0),
+            mask_rows if MASK_PREFIX else None,
+            (low, high, full_low, full_high),
+            (0, high, 0),
+            (factor, scale * k_scale, cap, window),
+            STRIDE_KC, STRIDE_VC, D, DV, BLOCK_N, CAUSAL=False, BEGIN=False, SKIP="masked",
+        )  # fmt: skip
         acc = acc * v_scale
 
     # Stage 2, the new keys: positions prefix.., in row q_start + position - prefix of k and v.
@@ -222,37 +217,22 @@ def extend_kernel(
     full_high = tl.where(scale < 0, 0, full_high)
     if custom_mask is not None:
         full_high = 0
-    first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
     factor = row_factor(absolute, temperature_len, scale, cap, RULE)
-    scores = factor, scale, cap, window
     kn, vn, base = k + kv_head * stride_kh, v + kv_head * stride_vh, q_start - prefix
-    if custom_mask is None:  # noqa: SIM102 - an option around a run-time question
-        if middle > 0:
-            acc, m_i, l_i = attend(
-                (acc, m_i, l_i),
-                queries,
-                Keys(kn, vn, k_desc, v_desc, head // group, None, base, prefix),
-                None,
-                (first + head_tiles, 0, 0, middle),
-                (prefix, prefix + new, 0),
-                scores,
-                STRIDE_KT, STRIDE_VT, D, DV, BLOCK_N, MASKED=False, CAUSAL=False, BEGIN=False,
-            )  # fmt: skip
-    acc, m_i, l_i = attend(
+    state = attend_range(
         (acc, m_i, l_i),
         queries,
-        Keys(kn, vn, None, None, 0, None, base, prefix),
+        Keys(kn, vn, k_desc, v_desc, head // group, None, base, prefix),
         mask_rows,
-        (first, head_tiles, middle, masked),
+        (low, high, full_low, full_high),
         (prefix, prefix + high, 0),
-        scores,
-        STRIDE_KT, STRIDE_VT, D, DV, BLOCK_N, MASKED=True, CAUSAL=CAUSAL, BEGIN=False,
+        (factor, scale, cap, window),
+        STRIDE_KT, STRIDE_VT, D, DV, BLOCK_N, CAUSAL=CAUSAL, BEGIN=False, SKIP="full",
     )  # fmt: skip
 
     row = (q_start + rows).to(tl.int64)
     if num_splits is not None:
         row = row * num_splits + split
-    state = acc, m_i, l_i
     store_rows(
         state, sinks, out, lse, row, head, live, stride_ot, stride_oh, DV, num_splits is not None
     )

@@ -46,11 +46,16 @@ TENSORS = {
     "sinks": (("q_heads",), "float"),
 }
 OPTIONAL = {"out", "window_start", "custom_mask", "mask_indptr", "sinks"}
+REQUIRED = [name for name in TENSORS if name not in OPTIONAL]
 KINDS = {"float": FLOATS, "int": (torch.int32, torch.int64), "bool": (torch.bool,)}
 
-# Numbers of the three public functions that have a least value, and what to pass instead.
-LEAST = {
-    "logit_cap": (0, "must be positive, or 0 for no cap"),
+# Numbers of the three public functions: their least value, and what to pass instead.
+FINITE = -math.inf, "must be a finite Python number"
+NUMBERS = {
+    "sm_scale": FINITE,
+    "k_scale": FINITE,
+    "v_scale": FINITE,
+    "logit_cap": (0, "must be positive and finite, or 0 for no cap"),
     "sliding_window": (-1, "must be n - 1 for a window of n keys, or -1 for none"),
     "page_size": (1, "must be at least 1"),
     "max_extend_len": (0, "must be the longest new part, or None if it is not known"),
@@ -106,32 +111,15 @@ class Options:
     v_scale: float = 1.0
     page_size: int = 1
 
-    # What kernels take: an option that is off is None.
-
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window if self.sliding_window >= 0 else None
-
-    @property
-    def cap(self) -> float | None:
-        return self.logit_cap if self.logit_cap > 0 else None
-
-    @property
-    def rule(self) -> int:
-        """0: no temperature, 1: "log", 2: "inverse"."""
-        if self.xai_temperature_len < 0:
-            return 0
-        return 1 if self.xai_temperature_rule == "log" else 2
-
     @property
     def mask_bytes(self) -> Tensor | None:
+        """The custom mask as kernels read it."""
         return None if self.custom_mask is None else self.custom_mask.view(torch.uint8)
 
 
 # Arguments of the public functions that are no field of `Options`.
-NOT_OPTIONS = (TENSORS.keys() - OPTIONAL) | {
-    *("out", "max_extend_len", "num_kv_splits", "return_lse", "plan", "backend", "early"),
-}
+BESIDE = ("max_extend_len", "num_kv_splits", "plan", "early")
+NOT_OPTIONS = {*REQUIRED, *BESIDE, "out", "return_lse", "backend"}
 
 
 def check(arguments: dict[str, Any]) -> Options:
@@ -224,13 +212,11 @@ def _check_numbers(arguments: dict[str, Any]) -> Options:
     chosen = {name: value for name, value in arguments.items() if name not in NOT_OPTIONS}
     if chosen.get("sm_scale") is None:
         chosen["sm_scale"] = arguments["q"].shape[2] ** -0.5
-    for name in ("sm_scale", "logit_cap", "k_scale", "v_scale"):
-        number = chosen.get(name, 1.0)
-        if isinstance(number, Tensor) or not math.isfinite(number):
-            raise ArgumentError(name, number, "must be a finite Python number")
-    for name, (least, remedy) in LEAST.items():
+    for name, (least, remedy) in NUMBERS.items():
         number = arguments.get(name)
-        if number is not None and number < least:
+        if number is None:
+            continue
+        if isinstance(number, Tensor) or not math.isfinite(number) or number < least:
             raise ArgumentError(name, number, remedy)
     if chosen.get("logit_cap", 0.0) > UNCAPPED:
         chosen["logit_cap"] = 0.0
@@ -304,13 +290,6 @@ def _shown(tensor: Any) -> object:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
-def outputs(
-    q: Tensor, v_cache: Tensor, out: Tensor | None, return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Memory for the result [tokens, q_heads, d_v], if `out` is None, and for its log-sum-exp."""
-    tokens, q_heads, _ = q.shape
-    if out is None:
-        out = torch.empty((tokens, q_heads, v_cache.shape[2]), dtype=q.dtype, device=q.device)
-    if not return_lse:
-        return out, None
-    return out, torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device)
+def on(value: Any, off: Any) -> Any:
+    """An option as kernels take it: None when it is off."""
+    return None if value == off else value

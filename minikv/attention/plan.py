@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minikv.attention.tiles import DecodeTiles, decode_tiles, processors_of
+from minikv.attention.tiles import DecodeTiles, decode_tiles_of, processors_of
 from minikv.errors import ArgumentError, StateError
 from minikv.kernels.staging import Stage
+from minikv.numbers import host_integers, whole
 
 OPEN_END = 2**31 - 1
 
@@ -49,7 +50,7 @@ class AttentionPlan:
     ----------
     items
         int32 [capacity, 4]: request (-1: nothing to do), first key, end, row of `partial` (-1:
-        write the result).
+        write the result). None with a fixed number of splits, as `merges`.
     merges
         int32 [entries, 4]: request, first row of `partial`, how many rows (0: nothing to do),
         unused.
@@ -58,7 +59,8 @@ class AttentionPlan:
 
     Examples
     --------
-    A chip of 4 processors has room for more programs than three short requests need, so the long one is cut:
+    A chip of 4 processors has room for more programs than three short requests need, so the long
+    one is cut:
 
     >>> pool = torch.zeros(4096, 2, 64)
     >>> plan = AttentionPlan(4, 4, pool, pool, processors=4)
@@ -79,32 +81,29 @@ class AttentionPlan:
         sliding_window: int = -1,
         processors: int | None = None,
     ) -> None:
-        if max_requests < 1:
-            raise ArgumentError("max_requests", max_requests, "must be at least 1")
+        self.max_requests = whole("max_requests", max_requests, 1)
         if num_kv_splits is not None and num_kv_splits < 1:
-            raise ArgumentError(
-                "num_kv_splits", num_kv_splits, "must be at least 1, or None to choose by length"
-            )
-        self.max_requests, self.q_heads, self.d_v = max_requests, q_heads, v_cache.shape[2]
+            remedy = "must be at least 1, or None to choose by length"
+            raise ArgumentError("num_kv_splits", num_kv_splits, remedy)
+        self.q_heads, self.d_v = q_heads, v_cache.shape[2]
         self.num_kv_splits, self.sliding_window = num_kv_splits, sliding_window
         self.tiles = decode_tiles_of(q_heads, k_cache, v_cache)
         self.lanes = self.tiles.programs(q_heads, k_cache.shape[1])
         self.processors = processors or processors_of(k_cache.device)
         self.batch: int | None = None
+        self.items: Tensor | None = None
+        self.merges: Tensor | None = None
         self._planned = b""
         device, sizes = k_cache.device, range(1, max_requests + 1)
         capacity, entries = max(map(self.capacity, sizes)), max(map(self.entries, sizes))
-        rows = (
-            capacity
-            if num_kv_splits
-            else max(min(self.capacity(b), 2 * (self.capacity(b) - b)) for b in sizes)
-        )
+        self._items = rows = capacity
+        if num_kv_splits is None:
+            # A request that is cut takes a row per part: two rows at least, one of them besides.
+            rows = max(min(self.capacity(b), 2 * (self.capacity(b) - b)) for b in sizes)
+            self._stage = Stage(4 * (capacity + entries), device, torch.int32)
+            self.items, self.merges = self._stage.block.view(-1, 4).split([capacity, entries])
         self.partial = torch.empty((rows, q_heads, self.d_v), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty((rows, q_heads), dtype=torch.float32, device=device)
-        size = 0 if num_kv_splits else 4 * (capacity + entries)
-        self._stage = Stage(size, device, torch.int32)
-        self.items = self._stage.block[: 4 * capacity].view(-1, 4)
-        self.merges = self._stage.block[4 * capacity :].view(-1, 4)
 
     def tiles_for(self, batch: int) -> DecodeTiles:
         """The tiles that a batch of this size is computed with; always the same ones with fixed
@@ -115,23 +114,24 @@ class AttentionPlan:
 
     def chip(self, batch: int) -> tuple[float, float]:
         """How many items keep the chip busy, and how many it holds at once."""
-        tiles = self.tiles_for(batch)
-        return (
-            tiles.per_processor * self.processors / self.lanes,
-            tiles.resident * self.processors / self.lanes,
-        )
+        tiles, share = self.tiles_for(batch), self.processors / self.lanes
+        return tiles.per_processor * share, tiles.resident * share
 
     def capacity(self, batch: int) -> int:
         """Most items that a batch of this size is cut into: the grid of its launch."""
         if self.num_kv_splits is not None:
             return batch * self.num_kv_splits
         busy, room = self.chip(batch)
-        return max(int(busy), batch + int(min(batch / 4, busy) if batch <= room else room))
+        if batch <= room:
+            return max(int(busy), batch + int(min(batch / 4, busy)))
+        return max(int(busy), batch + int(room))
 
     def entries(self, batch: int) -> int:
         """Most requests of such a batch that need merging: each takes at least one item more than a
         request."""
-        return batch if self.num_kv_splits is not None else min(batch, self.capacity(batch) - batch)
+        if self.num_kv_splits is not None:
+            return batch
+        return min(batch, self.capacity(batch) - batch)
 
     def update(self, lengths: Tensor) -> AttentionPlan:
         """Plan the next batch; one copy to the device, which the host does not wait for.
@@ -146,34 +146,23 @@ class AttentionPlan:
         ArgumentError
             For lengths on a device, negative ones, or more than `max_requests`.
         """
-        if lengths.device.type != "cpu" or lengths.dim() != 1 or lengths.is_floating_point():
-            raise ArgumentError(
-                "lengths",
-                f"{lengths.dtype} on {lengths.device}",
-                "must be a 1-D integer CPU tensor",
-            )
-        if not 1 <= lengths.shape[0] <= self.max_requests:
-            raise ArgumentError(
-                "lengths",
-                tuple(lengths.shape),
-                f"this plan holds 1 to {self.max_requests} requests",
-            )
-        self.batch = lengths.shape[0]
+        spans = host_integers("lengths", lengths, ndim=1)
+        if not 1 <= len(spans) <= self.max_requests:
+            remedy = f"this plan holds 1 to {self.max_requests} requests"
+            raise ArgumentError("lengths", spans.shape, remedy)
+        if spans.min() < 0 or spans.max() >= OPEN_END:
+            raise ArgumentError("lengths", spans.tolist(), f"must be between 0 and {OPEN_END - 1}")
+        self.batch = len(spans)
         if self.num_kv_splits is not None:
             return self
-        spans = lengths.numpy().astype(np.int64)
-        if spans.min() < 0:
-            raise ArgumentError("lengths", int(spans.min()), "must not be negative")
         block, begin = self.tiles_for(self.batch).block_n, np.zeros_like(spans)
         if self.sliding_window >= 0:
             begin = np.maximum(spans - 1 - self.sliding_window, 0) // block * block
             spans = spans - begin
         planned = begin.tobytes() + (-(-spans // block)).tobytes()
-        if (
-            planned == self._planned
-        ):  # no request grew by a tile: items whose last ends are open still fit
-            return self
-        self._planned = b""  # until it is there: whoever interrupts this must not leave an old plan that looks new
+        if planned == self._planned:
+            return self  # no request grew by a tile: items whose last ends are open still fit
+        self._planned = b""  # an interrupted copy must not leave an old plan that looks new
         self._stage.turn()
         self._fill(self._stage.host.numpy(), begin, spans)
         self._stage.send()
@@ -182,35 +171,37 @@ class AttentionPlan:
 
     def _fill(self, staged: np.ndarray, begin: np.ndarray, spans: np.ndarray) -> None:
         """Write the rows of `items` and `merges` for requests that see `spans` keys from `begin`
-        on."""
-        tiles, batch = self.tiles_for(len(spans)), len(spans)
-        block = tiles.block_n
-        parts, step = split(
-            -(-spans // block), *self.chip(batch), self.capacity(batch), tiles.min_tiles
-        )
-        step *= block
+        on.
 
-        ends = parts.cumsum()
+        700 and 100 keys, tiles of 64: 700 keys are 11 tiles, cut into parts of 6::
+
+            request   first  end    row        parts, longest first; the last part of a request ends
+            0         0      384    0          where the request ends by then
+            0         384    open   1          ->  merges: request 0, rows 0.., 2 of them
+            1         0      open   -1         whole: written to the result
+        """
+        tiles, batch = self.tiles_for(len(spans)), len(spans)
+        key_tiles, chip = -(-spans // tiles.block_n), self.chip(batch)
+        parts, step = split(key_tiles, *chip, self.capacity(batch), tiles.min_tiles)
+        step *= tiles.block_n
+        cut = parts > 1
+        first_row = np.where(cut, parts, 0).cumsum() - parts  # of `partial`, for those that are cut
+
         request = np.arange(batch).repeat(parts)
-        number = np.arange(ends[-1]) - (ends - parts)[request]  # which part of its request
+        number = np.arange(len(request)) - (parts.cumsum() - parts)[request]  # part of its request
         start = number * step[request]
         size = np.minimum(step[request], spans[request] - start)
-        cut = parts > 1
-        first_row = np.where(cut, parts, 0).cumsum() - parts  # of those that are cut
-        rows = np.empty((len(request), 4), np.int32)
-        rows[:, 0] = request
-        rows[:, 1] = begin[request] + start
-        rows[:, 2] = np.where(number == parts[request] - 1, OPEN_END, rows[:, 1] + step[request])
-        rows[:, 3] = np.where(cut[request], first_row[request] + number, -1)
+        first = begin[request] + start
+        end = np.where(number == parts[request] - 1, OPEN_END, first + step[request])
+        row = np.where(cut[request], first_row[request] + number, -1)
+        items = np.stack((request, first, end, row), 1)[np.argsort(-size, kind="stable")]
+        merges = np.stack((np.arange(batch), first_row, parts, np.zeros_like(parts)), 1)[cut]
 
-        items, merges = np.split(staged.reshape(-1, 4), [self.items.shape[0]])
-        items[:, 0] = -1
-        items[: len(rows)] = rows[np.argsort(-size, kind="stable")]
-        merges[:] = 0
-        split_requests = np.flatnonzero(cut)
-        merges[: len(split_requests), 0] = split_requests
-        merges[: len(split_requests), 1] = first_row[split_requests]
-        merges[: len(split_requests), 2] = parts[split_requests]
+        staged_items, staged_merges = np.split(staged.reshape(-1, 4), [self._items])
+        staged_items[:, 0] = -1
+        staged_items[: len(items)] = items
+        staged_merges[:] = 0
+        staged_merges[: len(merges)] = merges
 
     def check(
         self, q: Tensor, v_cache: Tensor, num_kv_splits: int | None, sliding_window: int
@@ -225,26 +216,22 @@ class AttentionPlan:
             made_for = f"{self.q_heads} heads of {self.d_v} on {self.partial.device}"
             raise ArgumentError("plan", self, f"was made for {made_for}; make one from this pool")
         if num_kv_splits not in (None, self.num_kv_splits):
-            raise ArgumentError(
-                "num_kv_splits", num_kv_splits, f"the plan was made with {self.num_kv_splits}"
-            )
+            remedy = f"the plan was made with {self.num_kv_splits}"
+            raise ArgumentError("num_kv_splits", num_kv_splits, remedy)
         if self.sliding_window not in (-1, sliding_window):
-            raise ArgumentError(
-                "plan",
-                self,
-                f"was made for sliding_window={self.sliding_window}, not {sliding_window}",
-            )
+            remedy = f"was made for sliding_window={self.sliding_window}, not {sliding_window}"
+            raise ArgumentError("plan", self, remedy)
         if self.batch != q.shape[0]:
-            raise StateError(
-                f"plan: last updated for {self.batch} requests, called with {q.shape[0]}; call plan.update"
-            )
+            called = f"last updated for {self.batch} requests, called with {q.shape[0]}"
+            raise StateError(f"plan: {called}; call plan.update")
 
     def __repr__(self) -> str:
+        requests = f"{self.batch or 0} requests of {self.max_requests}"
         if self.batch is None or self.num_kv_splits is not None:
-            return f"AttentionPlan({self.batch or 0} requests of {self.max_requests}, num_kv_splits={self.num_kv_splits})"
-        items, merges = self._stage.host.view(-1, 4).tensor_split([self.items.shape[0]])
+            return f"AttentionPlan({requests}, num_kv_splits={self.num_kv_splits})"
+        items, merges = self._stage.host.view(-1, 4).tensor_split([self._items])
         used, merged = int((items[:, 0] >= 0).sum()), int((merges[:, 2] > 0).sum())
-        return f"AttentionPlan({self.batch} requests of {self.max_requests} in {used} items, {merged} merged)"
+        return f"AttentionPlan({requests} in {used} items, {merged} merged)"
 
 
 def split(
@@ -280,31 +267,4 @@ def uniform_splits(
     mean_tiles = entries // (batch * tiles.block_n)
     return max(
         1, min(tiles.per_processor * processors // (batch * lanes), mean_tiles // tiles.min_tiles)
-    )
-
-
-def decode_tiles_of(q_heads: int, k_cache: Tensor, v_cache: Tensor) -> DecodeTiles:
-    """The decode tiles for a pool; see ``tiles.decode_tiles``."""
-    from minikv.device import capability_of
-
-    _, kv_heads, d_qk = k_cache.shape
-    return decode_tiles(
-        capability_of(k_cache.device),
-        d_qk,
-        v_cache.shape[2],
-        q_heads // kv_heads,
-        k_cache.dtype.itemsize,
-        values_in_keys(k_cache, v_cache),
-    )
-
-
-def values_in_keys(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether the values are the first columns of the keys' rows, as in MLA, and can be taken from
-    the tile of keys."""
-    from minikv.attention.tiles import head_blocks
-
-    return (
-        k_cache.data_ptr() == v_cache.data_ptr()
-        and k_cache.stride()[:2] == v_cache.stride()[:2]
-        and v_cache.shape[2] == head_blocks(k_cache.shape[2])[0]
     )

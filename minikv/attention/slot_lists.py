@@ -7,13 +7,16 @@ on the host and nothing waits for the device.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minikv.device import use_triton
 from minikv.errors import ArgumentError
+from minikv.kernels.launch import launch
 from minikv.kernels.staging import to_device
 from minikv.kernels.triton import tl, triton
+from minikv.numbers import host_integers
 
 BLOCK = 1024
 
@@ -56,44 +59,35 @@ def build_kv_indices(
     >>> build_kv_indices(table, torch.tensor([2, 1]), torch.tensor([3, 1]))
     (tensor([0, 3, 4], dtype=torch.int32), tensor([4, 5, 6, 7], dtype=torch.int32))
     """
-    n, device = rows.shape[0], table.device
-    if lens.shape != rows.shape or lens.device.type != "cpu" or rows.device.type != "cpu":
-        raise ArgumentError(
-            "lens", f"{tuple(lens.shape)} on {lens.device}", f"rows and lens are CPU tensors [{n}]"
-        )
-    longest, total = (int(lens.max()), int(lens.sum())) if n else (0, 0)
-    if n and (longest > table.shape[1] or int(lens.min()) < 0):
-        remedy = f"must be between 0 and the table's {table.shape[1]} columns"
-        raise ArgumentError("lens", lens.tolist(), remedy)
-    if n and (int(rows.max()) >= table.shape[0] or int(rows.min()) < 0):
+    device, columns = table.device, table.shape[1]
+    row_numbers = host_integers("rows", rows, ndim=1)
+    lengths = host_integers("lens", lens, ndim=1)
+    n, total, longest = len(row_numbers), int(lengths.sum()), int(lengths.max(initial=0))
+    if len(lengths) != n or longest > columns or lengths.min(initial=0) < 0:
+        remedy = f"must be one for each of {n} rows, between 0 and the table's {columns} columns"
+        raise ArgumentError("lens", lengths.tolist(), remedy)
+    if row_numbers.min(initial=0) < 0 or row_numbers.max(initial=0) >= table.shape[0]:
         remedy = f"must be rows of the table, 0..{table.shape[0] - 1}"
-        raise ArgumentError("rows", rows.tolist(), remedy)
+        raise ArgumentError("rows", row_numbers.tolist(), remedy)
     if out is None:
-        indptr, indices = (
-            torch.empty(size, dtype=torch.int32, device=device) for size in (n + 1, total)
-        )
+        indptr = torch.empty(n + 1, dtype=torch.int32, device=device)
+        indices = torch.empty(total, dtype=torch.int32, device=device)
     else:
         indptr, indices = out[0][: n + 1], out[1][:total]
-        if indptr.shape[0] <= n or indices.shape[0] < total:
-            sizes = tuple(buffer.shape[0] for buffer in out)
-            raise ArgumentError(
-                "out", sizes, f"this batch needs kv_indptr [{n + 1}] and kv_indices [{total}]"
-            )
+    if indptr.shape[0] <= n or indices.shape[0] < total:
+        remedy = f"this batch needs kv_indptr [{n + 1}] and kv_indices [{total}]"
+        raise ArgumentError("out", (indptr.shape[0], indices.shape[0]), remedy)
 
-    host = torch.zeros(2 * n + 1, dtype=torch.int64)
-    torch.cumsum(lens, 0, out=host[1 : n + 1])
-    host[n + 1 :] = rows
-    staged = to_device(host, device)
+    starts = np.concatenate(([0], lengths.cumsum()))
+    staged = to_device(torch.from_numpy(np.concatenate((starts, row_numbers))), device)
     indptr.copy_(staged[: n + 1])
-    staged_rows = staged[n + 1 :]
     if use_triton(backend, device):
         if total:
-            lay_out_rows(table, staged_rows, indptr, indices, longest)
+            lay_out_rows(table, staged[n + 1 :], indptr, indices, longest)
         return indptr, indices
-    counts = lens.to(device)
-    first = torch.repeat_interleave(staged[:n], counts, output_size=total)
-    row = torch.repeat_interleave(staged_rows, counts, output_size=total)
-    indices.copy_(table[row, torch.arange(total, device=device) - first])
+    row = torch.from_numpy(row_numbers.repeat(lengths))
+    column = torch.from_numpy(np.arange(total) - starts[:-1].repeat(lengths))
+    indices.copy_(table[to_device(row, device), to_device(column, device)])
     return indptr, indices
 
 
@@ -102,12 +96,17 @@ def lay_out_rows(
 ) -> None:
     """The launch alone: `rows` [n] and `kv_indptr` [n + 1] lie on the device, no request is longer
     than `longest`."""
-    grid = (rows.shape[0], triton.cdiv(longest, BLOCK))
-    _copy_rows_kernel[grid](table, rows, kv_indptr, kv_indices, table.stride(0), BLOCK=BLOCK)
+    grid = rows.shape[0], triton.cdiv(longest, BLOCK)
+    launch(
+        _copy_row_numberskernel,
+        grid,
+        (table, rows, kv_indptr, kv_indices, table.stride(0)),
+        BLOCK=BLOCK,
+    )
 
 
 @triton.jit
-def _copy_rows_kernel(table, rows, kv_indptr, kv_indices, stride_row, BLOCK: tl.constexpr):
+def _copy_row_numberskernel(table, rows, kv_indptr, kv_indices, stride_row, BLOCK: tl.constexpr):
     """Program (r, b) copies columns ``b * BLOCK ..`` of the r-th row asked for, as far as its
     length goes."""
     r = tl.program_id(0)
@@ -143,23 +142,17 @@ def build_unified_kv_indices(
     >>> build_unified_kv_indices(*map(torch.tensor, ([0, 2, 2], [4, 5], [0, 1, 3], [6, 8, 9])))
     (tensor([0, 3, 5]), tensor([4, 5, 6, 8, 9]), tensor([2, 0]))
     """
-    prefix_lens, new_lens = prefix_indptr.diff(), qo_indptr.diff()
-    kv_indptr = prefix_indptr + qo_indptr
+    prefix_lens, device = prefix_indptr.diff(), prefix_indices.device
+    entries = prefix_indices.shape[0] + extend_indices.shape[0]
+    dtype = torch.result_type(prefix_indices, extend_indices)
+    kv_indices = torch.empty(entries, dtype=dtype, device=device)
     parts = (
         (prefix_indices, prefix_lens, qo_indptr[:-1]),
-        (extend_indices, new_lens, prefix_indptr[1:]),
+        (extend_indices, qo_indptr.diff(), prefix_indptr[1:]),
     )
-    size = prefix_indices.shape[0] + extend_indices.shape[0]
-    dtype = torch.result_type(prefix_indices, extend_indices)
-    kv_indices = torch.empty(size, dtype=dtype, device=prefix_indices.device)
-    for (
-        slots,
-        lens,
-        shift,
-    ) in parts:  # entry e of a part moves right by what of the other part comes before it
+    for slots, lens, shift in parts:
+        # Each entry moves right by the entries of the other part that come before it.
         count = slots.shape[0]
-        moved = torch.repeat_interleave(shift, lens, output_size=count) + torch.arange(
-            count, device=slots.device
-        )
-        kv_indices[moved.long()] = slots.to(dtype)
-    return kv_indptr, kv_indices, prefix_lens
+        moved = torch.repeat_interleave(shift, lens, output_size=count)
+        kv_indices[moved.long() + torch.arange(count, device=device)] = slots.to(dtype)
+    return prefix_indptr + qo_indptr, kv_indices, prefix_lens

@@ -32,16 +32,16 @@ def tanh(x):
 
 @triton.jit
 def temperature(q_pos, length, RULE: tl.constexpr):
-    """What multiplies the scores of the query at position `q_pos` [M]: 0 none, 1 "log", 2
-    "inverse"."""
-    pos = tl.maximum(q_pos, 1).to(tl.float32)
-    start = length.to(tl.float32)
-    if RULE == 1:
-        return tl.where(q_pos > length, tl.log2(pos) / tl.log2(start), 1.0)
-    elif RULE == 2:
-        return tl.where(q_pos >= length, start / (tl.maximum(q_pos, 0) + 1).to(tl.float32), 1.0)
-    else:
+    """What multiplies the scores of the query at position `q_pos` [M]; 1 where `length` is None."""
+    if length is None:
         return tl.where(q_pos >= 0, 1.0, 1.0)
+    elif RULE == "log":
+        pos = tl.maximum(q_pos, 1).to(tl.float32)
+        factor = tl.log2(pos) / tl.log2(length.to(tl.float32))
+        return tl.where(q_pos > length, factor, 1.0)
+    else:
+        pos = tl.maximum(q_pos, 0) + 1
+        return tl.where(q_pos >= length, length.to(tl.float32) / pos.to(tl.float32), 1.0)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minikv.attention.options import Options
+from minikv.device import capability_of
 
 SHARED_BYTES = {
     (7, 5): 65536,
@@ -274,6 +275,29 @@ def decode_tiles(
     if key_bytes <= 256:
         return DecodeTiles(16, 64, 2, 3, per_processor=4, min_tiles=2, resident=6)
     return DecodeTiles(16, 64, 2, 3, crowded=DecodeTiles(16, 32, 1, 3, per_processor=3, resident=6))
+
+
+def decode_tiles_of(q_heads: int, k_cache: Tensor, v_cache: Tensor) -> DecodeTiles:
+    """The decode tiles for a pool; see :func:`decode_tiles`."""
+    _, kv_heads, d_qk = k_cache.shape
+    return decode_tiles(
+        capability_of(k_cache.device),
+        d_qk,
+        v_cache.shape[2],
+        q_heads // kv_heads,
+        k_cache.dtype.itemsize,
+        values_in_keys(k_cache, v_cache),
+    )
+
+
+def values_in_keys(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether the values are the first columns of the keys' rows, as in MLA, and can be taken from
+    the tile of keys."""
+    return (
+        k_cache.data_ptr() == v_cache.data_ptr()
+        and k_cache.stride()[:2] == v_cache.stride()[:2]
+        and v_cache.shape[2] == head_blocks(k_cache.shape[2])[0]
+    )
 
 
 def processors_of(device: torch.device) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from minikv.attention.attend import Keys, Queries, attend, find_request, store_rows, tile_range
-from minikv.attention.options import Options
+from minikv.attention.attend import Keys, Queries, attend_range, find_request, store_rows
+from minikv.attention.options import Options, on
+from minikv.attention.plan import AttentionPlan
 from minikv.attention.softmax import load_queries, nothing_seen, row_factor
 from minikv.attention.tiles import (
     grid_places,
@@ -23,16 +24,18 @@ def launch_unified(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
     qo_indptr: Tensor,
     kv_indptr: Tensor,
     kv_indices: Tensor,
     prefix_lens: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
     opts: Options,
     max_extend_len: int | None = None,
+    plan: AttentionPlan | None = None,
 ) -> None:
-    """Run the Triton kernel of ``extend_attention_unified`` into `out` and `lse`."""
+    """Run the Triton kernel of ``extend_attention_unified`` into `out` and `lse`. A plan
+    has nothing to say here: nothing is split."""
     tokens, q_heads, d = q.shape
     batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
     if tokens == 0 or batch == 0:
@@ -45,8 +48,13 @@ def launch_unified(
         *(opts.mask_bytes, opts.sinks, qo_indptr, kv_indptr, kv_indices, prefix_lens),
         *(opts.window_start, opts.mask_indptr),
         *(batch, batch.bit_length(), places, q_heads // kv_heads),
-        *(opts.window, opts.xai_temperature_len, opts.sm_scale * opts.k_scale, opts.v_scale),
-        *(opts.cap, q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1)),
+        *(
+            on(opts.sliding_window, -1),
+            on(opts.xai_temperature_len, -1),
+            opts.sm_scale * opts.k_scale,
+            opts.v_scale,
+        ),
+        *(on(opts.logit_cap, 0.0), q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1)),
         *(out.stride(0), out.stride(1)),
     )
     launch(
@@ -61,7 +69,7 @@ def launch_unified(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         CAUSAL=opts.causal and opts.custom_mask is None,
-        RULE=opts.rule,
+        RULE=opts.xai_temperature_rule,
         MASK_PREFIX=opts.custom_mask is not None and not opts.skip_prefix_mask,
         COMPACT=compact,
     )
@@ -127,12 +135,9 @@ def unified_kernel(
 
     q_rows = (q_start + rows).to(tl.int64) * stride_qt
     q_tile, q_tail = load_queries(q + head * stride_qh, q_rows, live, D, BLOCK_D, BLOCK_TAIL)
-    queries = Queries(q_tile, q_tail, q_pos)
-    acc, m_i, l_i = nothing_seen(BLOCK_M, BLOCK_DV)
-    scores = row_factor(q_pos, temperature_len, scale, cap, RULE), scale, cap, window
+    factor = row_factor(q_pos, temperature_len, scale, cap, RULE)
     kv_head = (head // group).to(tl.int64)
     k, v = k_cache + kv_head * stride_kh, v_cache + kv_head * stride_vh
-    slots = kv_indices + kv_start
 
     # A negative scale would make the maximum a minimum: then all tiles take the masked loop.
     low, high, full_low, full_high = start, start + listed, start, start + listed
@@ -148,28 +153,15 @@ def unified_kernel(
     full_high = tl.where(scale < 0, 0, full_high)
     if custom_mask is not None:
         full_high = 0
-    first, head_tiles, middle, masked = tile_range(low, high, full_low, full_high, BLOCK_N)
-    if custom_mask is None:
-        acc, m_i, l_i = attend(
-            (acc, m_i, l_i),
-            queries,
-            Keys(k, v, k_desc, v_desc, head // group, slots, -start, 0),
-            None,
-            (first + head_tiles, 0, 0, middle),
-            (start, high, 0),
-            scores,
-            STRIDE_K, STRIDE_V, D, DV, BLOCK_N, MASKED=False, CAUSAL=False, BEGIN=False,
-        )  # fmt: skip
-    acc, m_i, l_i = attend(
-        (acc, m_i, l_i),
-        queries,
-        Keys(k, v, None, None, 0, slots, -start, 0),
+    acc, m_i, l_i = attend_range(
+        nothing_seen(BLOCK_M, BLOCK_DV),
+        Queries(q_tile, q_tail, q_pos),
+        Keys(k, v, k_desc, v_desc, head // group, kv_indices + kv_start, -start, 0),
         mask_rows,
-        (first, head_tiles, middle, masked),
+        (low, high, full_low, full_high),
         (start, high, mask_from),
-        scores,
-        STRIDE_K, STRIDE_V, D, DV, BLOCK_N, MASKED=True, CAUSAL=CAUSAL,
-        BEGIN=window_start is not None,
+        (factor, scale, cap, window),
+        STRIDE_K, STRIDE_V, D, DV, BLOCK_N, CAUSAL=CAUSAL, BEGIN=window_start is not None, SKIP="",
     )  # fmt: skip
     row = (q_start + rows).to(tl.int64)
     state = acc * v_scale, m_i, l_i

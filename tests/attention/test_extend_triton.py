@@ -29,9 +29,8 @@ def check(
 ) -> None:
     names = "q", "k", "v", "k_cache", "v_cache", "qo_indptr", "kv_indptr", "kv_indices"
     opts = options.check({**dict(zip(names, case.extend_args(), strict=True)), **case.options})
-    tensors, lists = case.extend_args()[:5], case.extend_args()[5:]
-    out, lse = options.outputs(case.q, case.v_cache, case.poisoned_out(), True)
-    launch_extend(*tensors, out, lse, *lists, opts, longest, splits, blocks)
+    out, lse = case.poisoned_out(), torch.empty(case.q.shape[:2], device=case.q.device)
+    launch_extend(*case.extend_args(), out, lse, opts, longest, num_splits=splits, tiles=blocks)
     want, want_lse = case.want_extend()
     assert_close(out, want)
     assert_close(lse, want_lse, case.q.dtype)

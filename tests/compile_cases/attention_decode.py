@@ -18,6 +18,7 @@ OPTIONAL = {
     "items": "*i32",
     "window": "i32",
     "cap": "fp32",
+    "temperature_len": "i32",
 }
 ALIGNED = ("q", "k_cache", "v_cache", "out", "partial", "partial_lse", "kv_indptr", "kv_indices")
 STRIDES = ("qb", "qh", "kch", "vch", "ob", "oh")
@@ -47,7 +48,7 @@ def decode_case(
         "BLOCK_H": tiles.block_h,
         "BLOCK_N": tiles.block_n,
         "V_IN_K": shared,
-        "RULE": 0,
+        "RULE": "log",
         "DEPENDENT": arch >= 90,
         "EARLY": False,
         **options,
@@ -57,7 +58,7 @@ def decode_case(
     signature |= dict.fromkeys(("partial", "partial_lse"), "*fp32")
     signature |= dict.fromkeys(("kv_indptr", "kv_indices"), "*i32")
     signature |= {name: OPTIONAL[name] for name in given}
-    signature |= dict.fromkeys(("num_splits", "q_heads", "group", "temperature_len"), "i32")
+    signature |= dict.fromkeys(("num_splits", "q_heads", "group"), "i32")
     signature |= dict.fromkeys(("scale", "v_scale"), "fp32")
     signature |= {f"stride_{s}": "i32" for s in STRIDES}
     return Case(
@@ -113,7 +114,7 @@ def merge_case(
     )
 
 
-ALL: dict[str, Any] = {"RULE": 1, "given": tuple(OPTIONAL)}
+ALL: dict[str, Any] = {"given": tuple(OPTIONAL)}
 
 
 def cases() -> list[Case]:
@@ -132,7 +133,9 @@ def cases() -> list[Case]:
         decode_case("window 128", given=("items", "window")),
         decode_case("cap 128", given=("items", "cap")),
         decode_case("sinks and lse 128", given=("items", "sinks", "lse")),
-        decode_case("temperature 128", RULE=2, given=("items", "window_start")),
+        decode_case(
+            "temperature 128", RULE="inverse", given=("items", "window_start", "temperature_len")
+        ),
         decode_case("all options 128", **ALL),
         decode_case("fixed splits 128", given=()),
         decode_case("group of 24", group=24),

@@ -24,8 +24,9 @@ OPTIONAL = {
     "sinks": "*fp32",
     "window": "i32",
     "cap": "fp32",
+    "temperature_len": "i32",
 }
-SCALARS = ("batch", "steps", "places", "group", "temperature_len")
+SCALARS = ("batch", "steps", "places", "group")
 STRIDES = ("qt", "qh", "ot", "oh")
 SPILLS = 96  # bytes that a kernel may spill: both counts together, 12 words of stores and of loads
 
@@ -55,7 +56,7 @@ def extend_case(
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "CAUSAL": True,
-        "RULE": 0,
+        "RULE": "log",
         "MASK_PREFIX": False,
         "COMPACT": False,
     }
@@ -106,8 +107,8 @@ def extend_case(
 
 
 MASKS: dict[str, Any] = {"CAUSAL": False, "given": ("custom_mask", "mask_indptr")}
-ALL: dict[str, Any] = {"RULE": 1, "COMPACT": True}
-ALL |= {"given": ("lse", "window_start", "sinks", "window", "cap")}
+ALL: dict[str, Any] = {"COMPACT": True}
+ALL |= {"given": ("lse", "window_start", "sinks", "window", "cap", "temperature_len")}
 
 
 def cases() -> list[Case]:
@@ -119,7 +120,7 @@ def cases() -> list[Case]:
         extend_case("not causal 128", CAUSAL=False),
         extend_case("window 128", given=("window",)),
         extend_case("cap 128", given=("cap",)),
-        extend_case("temperature 128", RULE=2, given=("window_start",)),
+        extend_case("temperature 128", RULE="inverse", given=("window_start", "temperature_len")),
         extend_case("sinks and lse 128", given=("sinks", "lse")),
         extend_case("custom mask 128", MASK_PREFIX=True, max_spill_bytes=2048, **MASKS),
         extend_case("custom mask 128, prefix not read", max_spill_bytes=2048, **MASKS),
