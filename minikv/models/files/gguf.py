@@ -224,10 +224,7 @@ class _Cursor:
 
     def text(self) -> str:
         (size,) = self.numbers("Q")
-        self.at += size
-        if self.at > len(self.view):
-            raise ValueError("a name ends past the end of the file")
-        return str(self.view[self.at - size : self.at], "utf-8")
+        return self.numbers(f"{size}s")[0].decode()
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:

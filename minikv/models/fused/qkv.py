@@ -149,6 +149,7 @@ def rotate_kernel(
     kv_head = tl.where(is_v, head[:, None] - Q_HEADS - KV_HEADS, head[:, None] - Q_HEADS)
     cache = tl.where(is_v, v_cache, k_cache)
     kv_at = cache + row_offset(slot, KV_HEADS * D) + kv_head * D + i[None, :]
-    stored: tl.constexpr = k_cache.dtype.element_ty
-    tl.store(kv_at, _converted(a, 1.0, stored, False, SATURATE), mask=to_pool)
-    tl.store(kv_at + HALF, _converted(b, 1.0, stored, False, SATURATE), mask=to_pool)
+    tl.store(kv_at, _converted(a, 1.0, k_cache.dtype.element_ty, False, SATURATE), mask=to_pool)
+    tl.store(
+        kv_at + HALF, _converted(b, 1.0, k_cache.dtype.element_ty, False, SATURATE), mask=to_pool
+    )
