@@ -10,6 +10,7 @@ from minikv.kernels.dependent import let_next_start, wait_for_previous
 from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 from minikv.models.fused.few_rows import sum_of_parts
+from minikv.models.fused.one_row import gate_times_up
 
 
 def add_norm(
@@ -97,7 +98,6 @@ def silu_mul_kernel(gate_up, out, K: tl.constexpr, BLOCK: tl.constexpr, DEPENDEN
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * 2 * K + i, mask=i < K, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * K + K + i, mask=i < K, other=0.0).to(tl.float32)
-    act = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * K + i, (act * up).to(out.dtype.element_ty), mask=i < K)
+    gate = tl.load(gate_up + row * 2 * K + i, mask=i < K, other=0.0)
+    up = tl.load(gate_up + row * 2 * K + K + i, mask=i < K, other=0.0)
+    tl.store(out + row * K + i, gate_times_up(gate, up, out.dtype.element_ty), mask=i < K)
