@@ -47,9 +47,9 @@ class EvictionQueue:
         self._limit = 64
 
     def push(self, node: Node) -> None:
-        """Enter an unlocked leaf (again)."""
-        if node.queued and not self.falling:
-            return  # its entry is not too late
+        """Enter a node, if it is an unlocked leaf whose entry, if there is one, may be too late."""
+        if (node.queued and not self.falling) or not is_candidate(node):
+            return
         node.queued = True
         heappush(self.heap, (self.rank(node), node.birth, node))
         if self.falling and len(self.heap) > self._limit:

@@ -10,7 +10,7 @@ import torch
 
 from minikv.errors import StateError
 from minikv.prefix.eviction import is_candidate
-from minikv.prefix.node import TOKEN_BYTES, Node, typed
+from minikv.prefix.node import Node, typed
 
 if TYPE_CHECKING:
     from minikv.prefix.tree import RadixCache
@@ -36,14 +36,13 @@ def check(cache: RadixCache, owned: Iterable[Any] = ()) -> None:
 
 
 def _of_edge(cache: RadixCache, parent: Node, key: Hashable, node: Node) -> Iterable[str]:
-    tokens = len(node.data) // TOKEN_BYTES
-    if not tokens or tokens % cache.page_size:
+    if not node.length or node.length % cache.page_size:
         yield f"{node}: its key is not whole pages of {cache.page_size}"
-    if len(node.slots) != tokens:
-        yield f"{node}: {len(node.slots)} slots for {tokens} tokens"
+    if len(node.slots) != node.length:
+        yield f"{node}: {len(node.slots)} slots for {node.length} tokens"
     if node.parent is not parent:
         yield f"{node}: a child of {parent}, but its parent is {node.parent}"
-    if key != node.child_key(cache.page_bytes):
+    if key != parent.key_of(node, cache.page_size):
         yield f"{node}: filed in {parent} under a key that is not its first page"
     if parent is not cache.root and typed(parent.namespace) != typed(node.namespace):
         yield f"{node}: under {parent}, of another namespace"
@@ -56,64 +55,68 @@ def _of_sizes(cache: RadixCache, nodes: list[Node]) -> Iterable[str]:
         ("evictable_size", [node for node in nodes if not node.lock_count]),
         ("protected_size", [node for node in nodes if node.lock_count]),
     ):
-        have, want = getattr(cache, name), sum(len(node.data) // TOKEN_BYTES for node in which)
+        have, want = getattr(cache, name), sum(node.length for node in which)
         if have != want:
             ids = ", ".join(str(node.id) for node in which[:20]) or "none"
             yield f"{name} is {have}, but its nodes (ids {ids}) hold {want} tokens"
     if cache.root.lock_count < 1:
         yield f"{cache.root}: {cache.root.lock_count} locks; the root is always locked"
-    queued = {id(node) for _, _, node in cache.queue.heap}
+    in_time = {id(node) for rank, _, node in cache.queue.heap if rank <= cache.queue.rank(node)}
     for node in nodes:
-        if is_candidate(node) and id(node) not in queued:
-            yield f"{node}: an unlocked leaf that the eviction queue does not know"
+        if is_candidate(node) and id(node) not in in_time:
+            yield f"{node}: an unlocked leaf that the eviction queue does not know or puts too late"
 
 
 def _of_slots(cache: RadixCache, nodes: list[Node], owned: Iterable[Any]) -> Iterable[str]:
-    size, allocator = cache.page_size, cache.allocator
-    slots = (
-        np.concatenate([_numbers(node.slots) for node in nodes]) if nodes else np.empty(0, np.int64)
-    )
-    holder = np.repeat(np.arange(len(nodes)), [len(node.slots) for node in nodes])
+    slots = _numbers([node.slots for node in nodes])
+    holder = np.repeat(np.arange(len(nodes)), [node.length for node in nodes])
     order = np.argsort(slots, kind="stable")
     for i in np.flatnonzero(np.diff(slots[order]) == 0):
-        yield f"slot {slots[order[i]]} is in {nodes[holder[order[i]]]} and in {nodes[holder[order[i + 1]]]}"
-    if allocator is None:
-        return
+        first, second = (nodes[holder[order[j]]] for j in (i, i + 1))
+        yield f"slot {slots[order[i]]} is in {first} and in {second}"
+    if cache.allocator is not None:
+        yield from _of_pages(cache, [nodes[i] for i in holder[:: cache.page_size]], slots, owned)
+
+
+def _of_pages(
+    cache: RadixCache, holders: list[Node], slots: np.ndarray, owned: Iterable[Any]
+) -> Iterable[str]:
+    """`holders` are the nodes of the pages that the cached `slots` make up."""
+    size, allocator = cache.page_size, cache.allocator
+    assert allocator is not None
+    first, end = size, (allocator.num_pages + 1) * size
     pages = slots.reshape(-1, size)
-    torn = (pages[:, :1] % size != 0) | (pages != pages[:, :1] + np.arange(size))
-    for i in np.flatnonzero(torn.any(1)):
-        yield f"{nodes[holder[i * size]]}: slots {pages[i].tolist()} are not one page"
     cached = pages[:, 0] // size
-    for i in np.flatnonzero((cached < 1) | (cached > allocator.num_pages)):
-        yield f"{nodes[holder[i * size]]}: slot {pages[i, 0]} is outside the allocator's pages"
-    parts = [owned] if isinstance(owned, torch.Tensor | np.ndarray) else list(owned)
-    given = np.concatenate([np.empty(0, np.int64), *(_numbers(part).reshape(-1) for part in parts)])
-    mine = np.unique(given // size)
-    for slot in given[(given < size) | (given >= (allocator.num_pages + 1) * size)]:
+    for node, page in zip(holders, pages.tolist(), strict=True):
+        if page[0] % size or page != list(range(page[0], page[0] + size)):
+            yield f"{node}: slots {page} are not one page"
+        if not first <= page[0] < end:
+            yield f"{node}: slot {page[0]} is outside the allocator's pages"
+    given = _numbers([owned] if isinstance(owned, torch.Tensor | np.ndarray) else owned)
+    for slot in given[(given < first) | (given >= end)]:
         yield f"owned slot {slot} is outside the allocator's pages"
-    free = _numbers(allocator.free_pages)
+    mine = np.unique(given // size)
+    free = _numbers([allocator.free_pages])
     for one, other, names in (
         (cached, free, "both cached and free"),
         (cached, mine, "both cached and owned by a request"),
         (mine, free, "both owned by a request and free"),
     ):
         for page in np.intersect1d(one, other):
-            where = np.flatnonzero(cached == page)
-            by = f", in {nodes[holder[where[0] * size]]}" if len(where) else ""
+            nodes = [holders[i] for i in np.flatnonzero(cached == page)]
+            by = f", in {nodes[0]}" if nodes else ""
             yield f"slot {page * size} (page {page}) is {names}{by}"
-    rows = cache.table
-    idle = cache.root.lock_count == 1 and (
-        rows is None or rows.available_size() == rows.max_requests
-    )
+    table = cache.table
+    rows_taken = table is not None and table.available_size() < table.max_requests
+    idle = cache.root.lock_count == 1 and not rows_taken
     if idle or not (isinstance(owned, tuple) and not owned):
-        lost = np.setdiff1d(
-            np.arange(1, allocator.num_pages + 1), np.concatenate([cached, mine, free])
-        )
-        for page in lost:
-            yield f"slot {page * size} (page {page}) is neither free nor cached nor owned by a request"
+        known = np.concatenate([cached, mine, free])
+        for page in np.setdiff1d(np.arange(1, allocator.num_pages + 1), known):
+            lost = "neither free nor cached nor owned by a request"
+            yield f"slot {page * size} (page {page}) is {lost}"
 
 
-def _numbers(values: Any) -> np.ndarray:
-    return (
-        values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    ).astype(np.int64)
+def _numbers(parts: Iterable[Any]) -> np.ndarray:
+    """Slots or pages of all parts in one line."""
+    lines = [np.asarray(torch.as_tensor(part).cpu(), np.int64).reshape(-1) for part in parts]
+    return np.concatenate([np.empty(0, np.int64), *lines])

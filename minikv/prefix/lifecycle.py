@@ -1,116 +1,124 @@
-"""How a request's pages become the tree's while it runs and when it ends."""
+"""How pages change hands: from a caller or a request to the tree, and back to the allocator."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from minikv.errors import ArgumentError, StateError
-from minikv.prefix.node import Node, Slots, as_tensor, as_tokens, join
+from minikv.prefix.node import Node, Slots, as_tokens, join
 
 if TYPE_CHECKING:
-    from minikv.memory import PagedAllocator, RequestTable
+    from minikv.prefix.tree import RadixCache
 
 
-class RequestLife:
-    """The part of :class:`.RadixCache` that a scheduler calls for a request after each chunk and at
-    its end.
+def unfinished(cache: RadixCache, request: Any) -> None:
+    """What :meth:`.RadixCache.cache_unfinished` does after a chunk."""
+    refuse(cache, request)
+    path = hand_over(cache, request)
+    if path:
+        before, request.node = request.node, path[-1]
+        cache.lock(path[-1])  # first: the tokens on the way are never evictable in between
+        if before is not None:
+            cache.unlock(before)
 
-    A request is any object with `token_ids`, `computed` (tokens whose K and V are written), `row`,
-    `node` (locked for it), `protected_len` (its first tokens, whose pages are the tree's) and
-    `namespace`. With an attribute `cache` of False nothing of it is stored; a `priority` is passed
-    on to `insert`.
+
+def finished(cache: RadixCache, request: Any) -> None:
+    """What :meth:`.RadixCache.cache_finished` does at the end."""
+    refuse(cache, request)
+    hand_over(cache, request)
+    table = cache.table
+    if table is not None and request.row:
+        end = table.end(request.row, request.computed)
+        give_back(cache, table.table[request.row, request.protected_len : end])
+        table.free([request.row])
+    if request.node is not None:
+        cache.unlock(request.node)
+    request.row, request.node, request.protected_len = 0, None, 0
+
+
+def hand_over(cache: RadixCache, request: Any) -> list[Node]:
+    """Insert what is new of a request's whole pages; returns the path to their node, empty when
+    nothing is new.
+
+    Where the tree had a page already, the request's copy is freed and its row reads the tree's.
     """
+    known = request.protected_len
+    whole = request.computed // cache.page_size * cache.page_size
+    ended = cache.table is not None and not request.row
+    if whole <= known or ended or cache.disable or not getattr(request, "cache", True):
+        return []
+    tokens = as_tokens(request.token_ids[:whole])
+    if tokens.size < whole:
+        have = f"is more than the request's {tokens.size} tokens"
+        raise ArgumentError("computed", request.computed, have)
+    row = None if cache.table is None else cache.table.table[request.row]
+    priority = getattr(request, "priority", 0)
+    path, present = cache.add(tokens, row, request.namespace, priority, known)
+    if row is not None and present > known:
+        give_back(cache, row[known:present])
+        row[known:present] = join([node.stored for node in path[1:]])[known:present]
+    request.protected_len = whole
+    return path
 
-    page_size: int
-    allocator: PagedAllocator | None
-    table: RequestTable | None
-    disable: bool
-    device: torch.device
-    lock: Any
-    unlock: Any
-    root: Node
-    _live: Any
-    _insert: Any
 
-    def cache_unfinished(self, request: Any) -> None:
-        """After a chunk: the tree takes the request's whole pages, and the request goes on with the
-        tree's.
+def refuse(cache: RadixCache, request: Any) -> None:
+    """Raise for a request that cannot be stored or ended, before anything is changed."""
+    table, node = cache.table, request.node
+    for name in ("computed", "protected_len"):
+        value = getattr(request, name)
+        if value < 0 or (table is not None and value > table.max_context):
+            remedy = "must count tokens of the request, as many as a row holds at most"
+            raise ArgumentError(name, value, remedy)
+    if table is not None and request.row and not table.is_held(request.row):
+        remedy = "is not in use; a request's row comes from the table's alloc()"
+        raise ArgumentError("row", request.row, remedy)
+    if node is not None:
+        if node.lock_count == (node is cache.root):
+            remedy = "while a request runs, keep its node locked"
+            raise StateError(f"{node} is not locked or was evicted: {remedy}")
+        cache.way_up(node)
 
-        Of what others had cached meanwhile its own copies are freed, and its row points at the
-        tree's slots. Its new node is locked, `protected_len` becomes the aligned length; the tail
-        of less than a page stays its own. Calling it twice changes nothing.
-        """
-        if path := self._store(request):
-            before, request.node = request.node, path[-1]
-            self.lock(path[-1])
-            if before is not None:
-                self.unlock(before)
 
-    def cache_finished(self, request: Any) -> None:
-        """The same with all `computed` tokens; then the tail, anything reserved past it and the row
-        are freed.
-
-        Reserved is what the row holds beyond `computed`. The request's node is unlocked, and it
-        holds nothing any more: `row` and `protected_len` are 0, `node` is None. Retraction and
-        abort are this call too.
-        """
-        self._refuse(request)
-        self._store(request)
-        if self.table is not None and request.row:
-            end = self.table.end(request.row, request.computed)
-            self._free(self.table.table[request.row, request.protected_len : end])
-            self.table.free([request.row])
-        if request.node is not None:
-            self.unlock(request.node)
-        request.row, request.node, request.protected_len = 0, None, 0
-
-    def _store(self, request: Any) -> list[Node]:
-        """Insert what is new of a request's whole pages; returns the path to their node, empty when
-        nothing is new."""
-        known, whole = request.protected_len, request.computed // self.page_size * self.page_size
-        gone = self.table is not None and not request.row
-        if whole <= known or gone or self.disable or not getattr(request, "cache", True):
-            return []
-        self._refuse(request)
-        row = None if self.table is None else self.table.table[request.row]
-        tokens = as_tokens(request.token_ids[:whole])
-        if tokens.size < whole:
-            raise ArgumentError(
-                "computed", request.computed, f"is more than the request's {tokens.size} tokens"
-            )
-        path, present = self._insert(
-            tokens, row, request.namespace, getattr(request, "priority", 0), known
+def given(slots: Any, count: int) -> np.ndarray | torch.Tensor:
+    """The first `count` of the slots that a caller passed: a GPU's tensor as it is, else int64."""
+    if not getattr(slots, "is_cuda", False):
+        slots = as_tokens(slots, "slots")
+    elif slots.ndim != 1 or slots.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError("slots", slots, "must be one line of integers")
+    if len(slots) < count:
+        raise ArgumentError(
+            "slots", slots, f"holds {len(slots)} slots; {count} tokens need one each"
         )
-        if row is not None and present > known:
-            self._free(row[known:present])
-            row[known:present] = join([node.stored for node in path])[known:present]
-        request.protected_len = whole
-        return path
+    return slots[:count]
 
-    def _refuse(self, request: Any) -> None:
-        """Raise for a request that cannot be stored or ended, before anything is changed."""
-        for name, value in (
-            ("computed", request.computed),
-            ("protected_len", request.protected_len),
-        ):
-            if value < 0 or (self.table is not None and value > self.table.max_context):
-                raise ArgumentError(
-                    name, value, "must count tokens of the request, as many as a row holds at most"
-                )
-        if self.table is not None and request.row and not self.table.is_held(request.row):
-            raise ArgumentError(
-                "row", request.row, "is not in use; a request's row comes from the table's alloc()"
-            )
-        node = request.node
-        if node is not None:
-            if node.lock_count == (node is self.root):
-                raise StateError(
-                    f"{node} is not locked or was evicted: while a request runs, keep its node locked"
-                )
-            self._live(node)
 
-    def _free(self, slots: Slots) -> None:
-        if self.allocator is not None and len(slots):
-            self.allocator.free(as_tensor(slots).to(self.device, torch.int64))
+def own(cache: RadixCache, slots: Any, start: int, stop: int) -> Slots:
+    """A copy of ``slots[start:stop]`` for a node; for None, the slots of fresh pages."""
+    if slots is not None:
+        return copy(cache, slots[start:stop])
+    if cache.allocator is None:
+        return copy(cache, np.arange(stop - start) + cache.fresh_page * cache.page_size)
+    fresh = cache.allocator.alloc(stop - start)
+    if fresh is None:
+        left = f"the allocator has {cache.allocator.available_size()} tokens left"
+        raise StateError(f"{left}, an insert without slots needs {stop - start}; evict first")
+    return copy(cache, fresh)
+
+
+def copy(cache: RadixCache, slots: Any) -> Slots:
+    """A copy of `slots` for a node; pages that the tree numbers itself come after them."""
+    if cache.device.type != "cpu":
+        return torch.as_tensor(slots).to(cache.device, torch.int64, copy=True)
+    slots = as_tokens(slots, "slots")
+    if cache.allocator is None and slots.size:
+        cache.fresh_page = max(cache.fresh_page, int(slots.max()) // cache.page_size + 1)
+    return bytearray(slots.data)
+
+
+def give_back(cache: RadixCache, slots: np.ndarray | torch.Tensor) -> None:
+    """Free slots of whole pages; without an allocator there is nothing to do."""
+    if cache.allocator is not None and len(slots):
+        cache.allocator.free(torch.as_tensor(slots).to(cache.device, torch.int64))

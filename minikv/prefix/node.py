@@ -1,8 +1,8 @@
-"""What the tree is made of: nodes, the result of a match, and the keys that tokens and namespaces
-turn into.
+"""What the tree is made of: nodes, and the result of a match.
 
-A node keeps its tokens as raw bytes of int64. Then a page of tokens is a dictionary key as it is,
-and one ``memcmp`` tells whether a whole node agrees with a prompt, whatever its length.
+A node keeps its tokens as raw bytes of int64. A page of tokens is a dictionary key as it is, and
+one ``memcmp`` tells whether a whole node agrees with a prompt, whatever its length. All other
+files count in tokens; how many bytes a token takes is known here only.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import numpy as np
 import torch
 
 from minikv.errors import ArgumentError
+from minikv.numbers import host_integers
 
 INT64 = np.dtype(np.int64)
 TOKEN_BYTES = INT64.itemsize
-Slots = (
-    bytearray | torch.Tensor
-)  # int64 [n]: on the CPU raw bytes, since 50 slots as a tensor weigh twice as much
-NO_CHILDREN: Any = MappingProxyType({})  # of every leaf, which saves each its own empty dictionary
+# Slots int64 [n] as nodes keep them: raw bytes on the CPU, where 50 slots as a tensor weigh twice
+# as much; a tensor on a GPU.
+Slots = bytearray | torch.Tensor
+# The children of every leaf; an empty dictionary for each would cost 64 bytes.
+NO_CHILDREN: Any = MappingProxyType({})
+COUNTS = ("lock_count", "hit_count", "last_use", "birth", "priority")
 
 
 class Node:
@@ -31,9 +34,10 @@ class Node:
 
     Attributes
     ----------
+    length
+        `n`, a positive multiple of the page size (0 for the root).
     key
-        Token ids, int64 `[n]`, a read-only array; `n` is a positive multiple of the page size (0
-        for the root).
+        Token ids, int64 `[n]`, a read-only array.
     slots
         int64 `[n]` tensor on the allocator's device: the node's own storage, to be read only.
     children
@@ -41,24 +45,31 @@ class Node:
         namespace).
     parent
         None for the root, and for a node that was evicted.
+    namespace
+        As the caller gave it.
     lock_count
         Requests that use this node or one below it; 0 means that its tokens are evictable.
     hit_count, last_use, birth, priority
-        What eviction orders by. `last_use` and `birth` are readings of the tree's one counter.
+        Eviction orders by them. `last_use` and `birth` are readings of the tree's one counter.
     id
-        A number that no other node of the tree has; `namespace`, as it was given; `queued`, whether
-        the eviction queue has an entry for the node.
+        A number that no other node of the tree has.
+    queued
+        Whether the eviction queue has an entry for the node.
     """
 
     __slots__ = (
-        *("data", "stored", "children", "parent", "namespace", "lock_count", "hit_count"),
-        *("last_use", "birth", "priority", "id", "queued"),
+        *("data", "length", "stored", "children", "parent", "namespace", "id", "queued"),
+        *COUNTS,
     )
 
     def __init__(
         self, data: bytes, stored: Slots, parent: Node | None, namespace: Hashable, id: int
     ) -> None:
-        self.data, self.stored, self.parent, self.namespace = data, stored, parent, namespace
+        self.data = data
+        self.length = len(data) // TOKEN_BYTES
+        self.stored = stored
+        self.parent = parent
+        self.namespace = namespace
         self.children: dict[Hashable, Node] = NO_CHILDREN
         self.lock_count = self.hit_count = self.priority = 0
         self.id = self.birth = self.last_use = id
@@ -68,54 +79,77 @@ class Node:
     def key(self) -> np.ndarray:
         return np.frombuffer(self.data, np.int64)
 
-    @key.setter
-    def key(self, tokens: Sequence[int] | np.ndarray) -> None:
-        self.data = as_tokens(tokens).tobytes()
-
     @property
     def slots(self) -> torch.Tensor:
         return as_tensor(self.stored)
 
-    @slots.setter
-    def slots(self, slots: torch.Tensor) -> None:
-        self.stored = (
-            slots
-            if isinstance(self.stored, torch.Tensor)
-            else bytearray(slots.contiguous().numpy().data)
-        )
+    def agrees(self, tokens: memoryview, at: int) -> int:
+        """How many of the node's tokens the prompt `tokens` (int64) repeats from position `at`."""
+        there = tokens[at : at + self.length]
+        if self.data.startswith(there):
+            return len(there)
+        differ = self.key[: len(there)] != np.frombuffer(there, np.int64)
+        return int(differ.argmax())
 
-    def child_key(self, page_bytes: int) -> Hashable:
-        """Under which key the parent has this node: its first page, right below the root with its
+    def cut(self, n: int, id: int) -> Node:
+        """Give the first `n` tokens to a new node, which becomes the parent; returns it.
+
+        This node keeps its identity and the other tokens. Both halves copy their slots: a view
+        would keep the whole storage alive for as long as either half.
+        """
+        end = n * TOKEN_BYTES
+        upper = Node(self.data[:end], piece(self.stored, 0, n), self.parent, self.namespace, id)
+        upper.count_like(self)
+        self.data = self.data[end:]
+        self.stored = piece(self.stored, n, self.length)
+        self.length -= n
+        self.parent = upper
+        return upper
+
+    def count_like(self, other: Node) -> None:
+        """Take over another node's locks, hits, ages and priority."""
+        for name in COUNTS:
+            setattr(self, name, getattr(other, name))
+
+    def key_of(self, child: Node, page_size: int) -> Hashable:
+        """The key under which this node has a child: the child's first page; in the root also its
         namespace."""
-        page = self.data[:page_bytes]
-        top = self.parent is not None and self.parent.parent is None
-        return (typed(self.namespace), page) if top and self.namespace is not None else page
+        page = child.data[: page_size * TOKEN_BYTES]
+        if self.parent is not None or child.namespace is None:
+            return page
+        return within(child.namespace, page)
 
-    def adopt(self, page_bytes: int) -> None:
-        """Become a child of the parent."""
-        assert self.parent is not None
-        if self.parent.children is NO_CHILDREN:
-            self.parent.children = {}
-        self.parent.children[self.child_key(page_bytes)] = self
+    def adopt(self, child: Node, page_size: int) -> None:
+        """Enter a node whose parent this one is."""
+        if self.children is NO_CHILDREN:
+            self.children = {}
+        self.children[self.key_of(child, page_size)] = child
 
-    def leave(self, page_bytes: int) -> None:
-        """Undo `adopt`; the node has no parent any more."""
-        assert self.parent is not None
-        del self.parent.children[self.child_key(page_bytes)]
-        self.parent.children, self.parent = self.parent.children or NO_CHILDREN, None
+    def disown(self, child: Node, page_size: int) -> None:
+        """Undo `adopt`; the child has no parent any more."""
+        del self.children[self.key_of(child, page_size)]
+        self.children = self.children or NO_CHILDREN
+        child.parent = None
+
+    def upwards(self) -> list[Node]:
+        """This node, its parent, and so on to the root."""
+        nodes = []
+        at: Node | None = self
+        while at is not None:
+            nodes.append(at)
+            at = at.parent
+        return nodes
 
     def __lt__(self, other: Node) -> bool:
         """The deeper node first; asked only of halves of one node, which are equal in rank and
         birth."""
-        at = self.parent
-        while at is not None and at is not other:
-            at = at.parent
-        return at is other
+        return other is not self and other in self.upwards()
 
     def __repr__(self) -> str:
-        key, space = self.key, "" if self.namespace is None else f" in {self.namespace!r}"
-        shown = ", ".join(map(str, key[:6])) + (", ..." if len(key) > 6 else "")
-        return f"Node {self.id} [{shown}]{space}, {len(key)} tokens, {self.lock_count} locks, {self.hit_count} hits"
+        shown = ", ".join(map(str, self.key[:6])) + (", ..." if self.length > 6 else "")
+        space = "" if self.namespace is None else f" in {self.namespace!r}"
+        uses = f"{self.lock_count} locks, {self.hit_count} hits"
+        return f"Node {self.id} [{shown}]{space}, {self.length} tokens, {uses}"
 
 
 @dataclass(slots=True, eq=False)
@@ -169,9 +203,7 @@ def as_tensor(slots: Slots) -> torch.Tensor:
     """The same memory as an int64 tensor."""
     if isinstance(slots, torch.Tensor):
         return slots
-    return (
-        torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0, dtype=torch.int64)
-    )
+    return torch.frombuffer(slots, dtype=torch.int64)
 
 
 def join(parts: Sequence[Slots]) -> torch.Tensor:
@@ -181,7 +213,7 @@ def join(parts: Sequence[Slots]) -> torch.Tensor:
     return as_tensor(bytearray().join(parts))  # type: ignore[arg-type]
 
 
-def cut(slots: Slots, start: int, stop: int) -> Slots:
+def piece(slots: Slots, start: int, stop: int) -> Slots:
     """A copy of the slots from `start` to `stop`, which keeps nothing else alive."""
     if isinstance(slots, torch.Tensor):
         return slots[start:stop].clone()
@@ -202,32 +234,22 @@ def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
     >>> as_tokens([3, 1, 2])
     array([3, 1, 2])
     """
-    if (
-        type(tokens) is np.ndarray
-        and tokens.dtype is INT64
-        and tokens.ndim == 1
-        and tokens.flags.c_contiguous
-    ):
+    ready = type(tokens) is np.ndarray and tokens.dtype is INT64 and tokens.ndim == 1
+    if ready and tokens.flags.c_contiguous:
         return tokens
-    given = tokens
+    if isinstance(tokens, torch.Tensor):
+        tokens = tokens.cpu()
+    return np.ascontiguousarray(host_integers(name, tokens, 1))
+
+
+def within(namespace: Hashable, page: bytes) -> Hashable:
+    """The key under which the root has a node of a namespace that begins with `page`."""
     try:
-        if isinstance(tokens, torch.Tensor):
-            tokens = tokens.detach().cpu().numpy()
-        elif not isinstance(tokens, np.ndarray):
-            tokens = np.array(tokens if isinstance(tokens, Sequence) else list(tokens))
-    except (
-        TypeError,
-        ValueError,
-    ):  # no sequence, lists of unequal lengths, a type that NumPy lacks
-        raise ArgumentError(name, given, "must be one line of integers") from None
-    tokens = tokens if tokens.size else tokens.astype(np.int64)
-    if (
-        tokens.dtype.kind not in "iu"
-        or tokens.ndim != 1
-        or (tokens.dtype.kind == "u" and (tokens >= 2**63).any())
-    ):
-        raise ArgumentError(name, given, "must be one line of integers, below 2**63")
-    return np.ascontiguousarray(tokens, np.int64)
+        hash(namespace)
+    except TypeError as e:
+        remedy = "must be hashable, such as a name or a tuple of names"
+        raise ArgumentError("namespace", namespace, remedy) from e
+    return (typed(namespace), page)
 
 
 def typed(namespace: Hashable) -> tuple:
@@ -236,8 +258,10 @@ def typed(namespace: Hashable) -> tuple:
 
     Examples
     --------
-    >>> typed(1) == typed(True), typed(("a", "b")) == typed(("a", "b")), typed(("ab", "c")) == typed(("a", "bc"))
-    (False, True, False)
+    >>> typed(1) == typed(True), typed(("a", "b")) == typed(("a", "b"))
+    (False, True)
+    >>> typed(("ab", "c")) == typed(("a", "bc"))
+    False
     """
     if isinstance(namespace, tuple):
         return (type(namespace), *map(typed, namespace))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minikv.prefix.eviction import is_candidate
+from minikv.prefix import lifecycle
 from minikv.prefix.node import Node, Slots, as_tensor, as_tokens
 
 if TYPE_CHECKING:
@@ -35,16 +35,6 @@ class Event:
     slots: tuple[int, ...] = ()
     priority: int = 0
     known: int = 0
-
-    @classmethod
-    def of(
-        cls, kind: str, node: Node, tokens: Any = None, slots: Slots | None = None, **news: Any
-    ) -> Event:
-        """An event from live values: arrays become tuples."""
-        brought = () if slots is None else tuple(as_tensor(slots).tolist())
-        return cls(
-            kind, node.id, () if tokens is None else tuple(tokens.tolist()), slots=brought, **news
-        )
 
 
 @dataclass(frozen=True)
@@ -74,36 +64,45 @@ class Recorder:
     >>> with cache.record() as recorder:
     ...     _ = cache.insert([1, 2, 3])
     ...     _ = cache.match_prefix([1, 2])
-    >>> [event.kind for event in recorder.events], [len(list(frame.tree.nodes())) for frame in recorder.frames]
-    (['insert', 'split', 'match'], [0, 1, 2, 2])
+    >>> [event.kind for event in recorder.events]
+    ['insert', 'split', 'match']
+    >>> [len(list(frame.tree.nodes())) for frame in recorder.frames]
+    [0, 1, 2, 2]
     """
 
     def __init__(self, cache: RadixCache) -> None:
-        self._cache, self._start, self.events = cache, cache, list[Event]()
+        self._cache = self._start = cache
+        self.events: list[Event] = []
 
     def __enter__(self) -> Recorder:
-        self._start, self.events = copy_tree(self._cache), []
+        self._start = copy_tree(self._cache)
+        self.events = []
         self._cache.recorders.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._cache.recorders.remove(self)
 
+    def note(
+        self, kind: str, node: Node, tokens: Any = None, slots: Slots | None = None, **news: Any
+    ) -> None:
+        """Append an event, made of live values: arrays become tuples."""
+        told = () if tokens is None else tuple(tokens.tolist())
+        brought = () if slots is None else tuple(as_tensor(slots).tolist())
+        self.events.append(Event(kind, node.id, told, slots=brought, **news))
+
     @property
     def frames(self) -> list[Frame]:
-        tree = copy_tree(self._start)
-        frames = [Frame(None, copy_tree(tree))]
+        frames = [Frame(None, copy_tree(self._start))]
         for event in self.events:
+            tree = copy_tree(frames[-1].tree)
             apply(tree, event)
-            frames.append(Frame(event, copy_tree(tree)))
+            frames.append(Frame(event, tree))
         return frames
 
     def replay(self) -> RadixCache:
         """A copy of the tree before the recording, with all events done to it."""
-        tree = copy_tree(self._start)
-        for event in self.events:
-            apply(tree, event)
-        return tree
+        return self.frames[-1].tree
 
 
 def apply(cache: RadixCache, event: Event) -> None:
@@ -113,7 +112,7 @@ def apply(cache: RadixCache, event: Event) -> None:
         cache.match_prefix(event.tokens, event.namespace)
     elif event.kind == "insert":
         slots = np.array((0,) * event.length + event.slots, np.int64)
-        cache._insert(as_tokens(event.tokens), slots, event.namespace, event.priority, event.known)
+        cache.add(as_tokens(event.tokens), slots, event.namespace, event.priority, event.known)
     elif event.kind == "split":
         cache.split(node, event.length)
     elif event.kind == "evict":
@@ -121,26 +120,27 @@ def apply(cache: RadixCache, event: Event) -> None:
     elif event.kind == "reset":
         cache.reset()
     else:
-        {"lock": cache.lock, "unlock": cache.unlock}[event.kind](node)
+        change = cache.lock if event.kind == "lock" else cache.unlock
+        change(node)
 
 
 def copy_tree(cache: RadixCache) -> RadixCache:
     """The same tree on the CPU, without allocator and table; both go on alike."""
     copy = type(cache)(cache.page_size, eviction=cache.eviction, disable=cache.disable)
-    copy._fresh_page = cache._fresh_page
-    copy.clock, copy.stats = cache.clock, replace(cache.stats)
-    copy.evictable_size, copy.protected_size = cache.evictable_size, cache.protected_size
+    copy.clock = cache.clock
+    copy.fresh_page = cache.fresh_page
+    copy.stats = replace(cache.stats)
+    copy.evictable_size = cache.evictable_size
+    copy.protected_size = cache.protected_size
     copy.root.lock_count = cache.root.lock_count
-    twins = {id(cache.root): copy.root}
-    for node in cache.nodes():
-        slots = copy.hold(node.slots.cpu().numpy())
-        twin = twins[id(node)] = Node(
-            node.data, slots, twins[id(node.parent)], node.namespace, node.id
-        )
-        for name in ("lock_count", "hit_count", "last_use", "birth", "priority"):
-            setattr(twin, name, getattr(node, name))
-        twin.adopt(copy.page_bytes)
+    twins = {cache.root.id: copy.root}
+    for node in (cache.root, *cache.nodes()):
+        for child in node.children.values():
+            slots = lifecycle.copy(copy, child.slots.cpu())
+            twin = Node(child.data, slots, twins[node.id], child.namespace, child.id)
+            twin.count_like(child)
+            twins[node.id].adopt(twin, copy.page_size)
+            twins[child.id] = twin
     for twin in twins.values():
-        if is_candidate(twin):
-            copy.queue.push(twin)
+        copy.queue.push(twin)
     return copy

@@ -7,33 +7,24 @@ Model Programs"); whole pages as the unit of sharing come from PagedAttention (K
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from minikv.errors import ArgumentError, StateError
-from minikv.prefix.eviction import EvictionQueue, is_candidate
-from minikv.prefix.invariants import check
-from minikv.prefix.lifecycle import RequestLife
-from minikv.prefix.node import (
-    TOKEN_BYTES,
-    CacheStats,
-    Match,
-    Node,
-    Slots,
-    as_tokens,
-    cut,
-    join,
-    typed,
-)
-from minikv.prefix.recorder import Event, Recorder
+from minikv.numbers import whole
+from minikv.prefix import invariants, lifecycle
+from minikv.prefix.eviction import EvictionQueue
+from minikv.prefix.node import CacheStats, Match, Node, as_tokens, join, within
+from minikv.prefix.recorder import Recorder
 
 if TYPE_CHECKING:
     from minikv.memory import PagedAllocator, RequestTable
 
 
-class RadixCache(RequestLife):
+class RadixCache:
     """A radix tree over token ids whose nodes own pages of the KV pool.
 
     Parameters
@@ -74,34 +65,35 @@ class RadixCache(RequestLife):
     """
 
     def __init__(
-        self, page_size: int, allocator: PagedAllocator | None = None, table: RequestTable | None = None,
-        eviction: str = "lru", disable: bool = False,
-    ) -> None:  # fmt: skip
-        if not isinstance(page_size, int | np.integer) or page_size < 1:
-            raise ArgumentError("page_size", page_size, "must be a whole number, at least 1")
+        self,
+        page_size: int,
+        allocator: PagedAllocator | None = None,
+        table: RequestTable | None = None,
+        eviction: str = "lru",
+        disable: bool = False,
+    ) -> None:
+        self.page_size = whole("page_size", page_size, 1)
         if allocator is not None and allocator.page_size != page_size:
-            raise ArgumentError(
-                "page_size", page_size, f"must be the allocator's, {allocator.page_size}"
-            )
-        self.page_size, self.allocator, self.table = page_size, allocator, table
-        self.eviction, self.disable = eviction, disable
-        self.device = torch.device(allocator.device if allocator is not None else "cpu")
-        self.page_bytes = page_size * TOKEN_BYTES
-        self._no_slots = torch.empty(0, dtype=torch.int64, device=self.device)
+            remedy = f"must be the allocator's, {allocator.page_size}"
+            raise ArgumentError("page_size", page_size, remedy)
+        self.allocator = allocator
+        self.table = table
+        self.eviction = eviction
+        self.disable = disable
+        self.device = torch.device("cpu" if allocator is None else allocator.device)
         self.recorders: list[Recorder] = []
-        self.decode: Any = (
-            None  # what pictures turn token ids into text with; an engine sets its tokenizer
-        )
+        self.decode: Any = None  # pictures spell token ids with it; an engine sets its tokenizer
         self._clear()
 
     def _clear(self) -> None:
         self.clock = 0  # ages, births and ids: one counter for all
         self.evictable_size = self.protected_size = 0
         self.stats = CacheStats()
-        self.root = Node(b"", self._no_slots, None, None, 0)
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.root = Node(b"", nothing, None, None, 0)
         self.root.lock_count = 1
         self.queue = EvictionQueue(self.eviction)
-        self._fresh_page = 1
+        self.fresh_page = 1
 
     @property
     def total_size(self) -> int:
@@ -113,8 +105,8 @@ class RadixCache(RequestLife):
         """The longest cached prefix of `tokens`, in whole pages; one hit for every node it passes.
 
         A match that ends inside a node splits it there. A prompt that is cached entirely matches
-        entirely: who needs logits matches ``tokens[:-1]``. `slots` of the match are to be read
-        only: within one node they are the tree's own memory.
+        entirely: a caller that needs logits matches ``tokens[:-1]``. `slots` of the match are to be
+        read only: within one node they are the tree's own memory.
 
         Parameters
         ----------
@@ -124,22 +116,32 @@ class RadixCache(RequestLife):
             Any hashable; what was inserted under another namespace is not found.
         """
         tokens = as_tokens(tokens)
-        path, length = self._descend(tokens, namespace)
+        path, length, part = self._walk(tokens, namespace)
+        if part:
+            path[-1] = self.split(path[-1], part)
         self._touch(path)
-        stats = self.stats
-        stats.lookups += 1
-        stats.hit_tokens += length
-        stats.miss_tokens += tokens.size - length
+        self.stats.lookups += 1
+        self.stats.hit_tokens += length
+        self.stats.miss_tokens += tokens.size - length
         if self.recorders:
-            self._emit("match", path, tokens=tokens, namespace=namespace, length=length)
-        if not path:
-            return Match([self._no_slots], self.root, 0)
-        return Match([node.stored for node in path], path[-1], length)
+            self._emit("match", path[-1], tokens=tokens, namespace=namespace, length=length)
+        parts = [node.stored for node in path[1:]] or [self.root.stored]
+        return Match(parts, path[-1], length)
 
     def peek(self, tokens: Any, namespace: Hashable = None) -> tuple[Node, int]:
         """The node where a match would end, and its length. Counts nothing and splits nothing."""
         path, length, _ = self._walk(as_tokens(tokens), namespace)
-        return (path[-1] if path else self.root), length
+        return path[-1], length
+
+    def evictable_part(self, node: Node, length: int) -> int:
+        """How many of the first `length` tokens on the way to `node` are evictable.
+
+        They are evictable no longer once a request that matched them is admitted: the room for its
+        other tokens is what the allocator has, plus `evictable_size`, less these. With `peek`, that
+        is known before anything is matched, counted or locked.
+        """
+        locked = sum(at.length for at in self.way_up(node) if at.lock_count)
+        return max(0, length - locked)
 
     def insert(
         self, tokens: Any, slots: Any = None, namespace: Hashable = None, priority: int = 0
@@ -164,22 +166,26 @@ class RadixCache(RequestLife):
         int
             `n`, the tokens that were present before. ``slots[:n]`` and the tail after `whole` stay
             the caller's.
+
+        Raises
+        ------
+        ArgumentError
+            For tokens or slots that are no line of integers, or fewer slots than tokens.
+        StateError
+            When the allocator has too few pages. Nothing has changed then, as after each refusal.
         """
         tokens = as_tokens(tokens)
-        if not isinstance(priority, int):
-            raise ArgumentError("priority", priority, "must be an integer; higher stays longer")
+        priority = whole("priority", priority)
         tokens = tokens[: tokens.size // self.page_size * self.page_size]
-        if slots is not None and len(slots) < tokens.size:
-            raise ArgumentError(
-                "slots", slots, f"holds {len(slots)} slots; {tokens.size} tokens need one each"
-            )
+        if slots is not None:
+            slots = lifecycle.given(slots, tokens.size)
         if self.disable:
             if slots is not None:
-                self._free(self._own(slots, 0, tokens.size))
+                lifecycle.give_back(self, slots)
             return 0
-        return self._insert(tokens, slots, namespace, priority)[1]
+        return self.add(tokens, slots, namespace, priority)[1]
 
-    def _insert(
+    def add(
         self, tokens: np.ndarray, slots: Any, namespace: Hashable, priority: int, known: int = 0
     ) -> tuple[list[Node], int]:
         """Insert whole pages; returns the path to their node and the length present before.
@@ -187,180 +193,113 @@ class RadixCache(RequestLife):
         The first `known` tokens were matched or inserted by the same request before and count as no
         new use.
         """
-        path, present = self._descend(tokens, namespace)
+        path, present, part = self._walk(tokens, namespace)
         if present < known:
             raise StateError(
-                f"{known - present} tokens of a running request were evicted: keep its node locked"
+                f"the request's tokens or its namespace were changed while it ran: the tree holds "
+                f"{known} tokens of it, of which only the first {present} are still the same"
             )
-        new = None if present == tokens.size else self._own(slots, present, tokens.size)
-        self._touch(path, known)
+        new = None
+        if present < tokens.size:
+            new = lifecycle.own(self, slots, present, tokens.size)
+        if part:
+            path[-1] = self.split(path[-1], part)
+        self._touch(beyond(path, known) if known else path)
         for node in path:
             node.priority = max(node.priority, priority)
         if new is not None:
-            parent = path[-1] if path else self.root
-            leaf = Node(tokens[present:].tobytes(), new, parent, namespace, self.clock)
+            leaf = Node(tokens[present:].tobytes(), new, path[-1], namespace, self.clock)
             leaf.priority = priority
-            leaf.adopt(self.page_bytes)
-            self.evictable_size += tokens.size - present
-            self.stats.inserted += tokens.size - present
+            path[-1].adopt(leaf, self.page_size)
+            self.evictable_size += leaf.length
+            self.stats.inserted += leaf.length
             self.queue.push(leaf)
             path.append(leaf)
         if self.recorders:
-            news = {"length": present, "slots": new, "priority": priority, "known": known}
-            self._emit("insert", path, tokens=tokens, namespace=namespace, **news)
+            news = {"length": present, "namespace": namespace, "priority": priority, "known": known}
+            self._emit("insert", path[-1], tokens=tokens, slots=new, **news)
         return path, present
 
     def _walk(self, tokens: np.ndarray, namespace: Hashable) -> tuple[list[Node], int, int]:
-        """Nodes that agree with `tokens`, their common length, and how much of the last one when
-        not all of it."""
-        width = self.page_bytes
-        end = tokens.size // self.page_size * width
-        path: list[Node] = []
-        if not end:
-            return path, 0, 0
-        view = tokens.data.cast("B")
-        page: Hashable = view[:width].tobytes()
-        try:
-            node = self.root.children.get(page if namespace is None else (typed(namespace), page))
-        except TypeError as e:
-            raise ArgumentError(
-                "namespace", namespace, "must be hashable, such as a name or a tuple of names"
-            ) from e
-        at = 0
+        """The nodes that `tokens` pass, the length they share with them, and how much of that lies
+        in the last node, if only a part of it agrees (else 0)."""
+        size = self.page_size
+        prompt = tokens.data
+        path, at = [self.root], 0
+        page = prompt[:size].tobytes()
+        node = self.root.children.get(page if namespace is None else within(namespace, page))
         while node is not None:
             path.append(node)
-            data = node.data
-            stop = at + len(data)
-            if stop > end or not data.startswith(view[at:stop]):
-                part = _common_bytes(data, view[at:end]) // width * width
-                return path, (at + part) // TOKEN_BYTES, part // TOKEN_BYTES
-            at = stop
-            if at == end:
-                break
-            node = node.children.get(view[at : at + width].tobytes())
-        return path, at // TOKEN_BYTES, 0
-
-    def _descend(self, tokens: np.ndarray, namespace: Hashable) -> tuple[list[Node], int]:
-        """Walk, and split the last node where the tokens leave it, so that the path ends at a node."""
-        path, length, part = self._walk(tokens, namespace)
-        if part:
-            path[-1] = self.split(path[-1], part)
-        return path, length
+            same = node.agrees(prompt, at)
+            if same < node.length:
+                same -= same % size
+                return path, at + same, same
+            at += same
+            node = node.children.get(prompt[at : at + size].tobytes())
+        return path, at, 0
 
     def split(self, node: Node, length: int) -> Node:
-        """Put the first `length` tokens of a node into a new parent, which is returned; `node`
-        keeps its identity.
+        """Put a new node with the first `length` tokens of `node` above it; returns the new one.
 
-        Both halves copy their slots: a view would keep the whole storage alive as long as either
-        half.
+        `node` keeps its identity, so a request that holds it still does.
         """
         above = node.parent
         assert above is not None
         self.clock += 1
-        size = len(node.data) // TOKEN_BYTES
-        upper = Node(
-            node.data[: length * TOKEN_BYTES],
-            cut(node.stored, 0, length),
-            above,
-            node.namespace,
-            self.clock,
-        )
-        upper.lock_count, upper.hit_count, upper.priority = (
-            node.lock_count,
-            node.hit_count,
-            node.priority,
-        )
-        upper.last_use, upper.birth = node.last_use, node.birth
-        node.data, node.stored, node.parent = (
-            node.data[length * TOKEN_BYTES :],
-            cut(node.stored, length, size),
-            upper,
-        )
-        upper.adopt(self.page_bytes)
-        node.adopt(self.page_bytes)
+        upper = node.cut(length, self.clock)
+        above.adopt(upper, self.page_size)
+        upper.adopt(node, self.page_size)
         self.stats.splits += 1
         if self.recorders:
-            self._emit("split", [node], length=length)
+            self._emit("split", node, length=length)
         return upper
 
-    def _touch(self, path: list[Node], known: int = 0) -> None:
-        """One tick of the counter, and one use of every node that reaches beyond `known` tokens."""
+    def _touch(self, path: list[Node]) -> None:
+        """One tick of the counter, and one use of every node of a path."""
         self.clock = clock = self.clock + 1
-        depth = 0
         for node in path:
-            depth += len(node.data)
-            if depth > known * TOKEN_BYTES:
-                node.hit_count += 1
-                node.last_use = clock
-        if self.queue.falling and path and is_candidate(path[-1]):
+            node.hit_count += 1
+            node.last_use = clock
+        if self.queue.falling and path:
             self.queue.push(path[-1])
-
-    def _own(self, slots: Any, start: int, stop: int) -> Slots:
-        """A copy of ``slots[start:stop]`` that belongs to the tree; fresh pages for None."""
-        if slots is None and self.allocator is not None:
-            slots, start, stop = self.allocator.alloc(stop - start), 0, stop - start
-            if slots is None:
-                raise StateError(
-                    f"the allocator has no {stop} tokens left for an insert without slots; evict first"
-                )
-        elif slots is None:
-            first = self._fresh_page * self.page_size
-            self._fresh_page += (stop - start) // self.page_size
-            return bytearray(np.arange(first, first + stop - start).data)
-        if self.device.type != "cpu":
-            return torch.as_tensor(slots)[start:stop].to(self.device, torch.int64, copy=True)
-        return self.hold(as_tokens(slots[start:stop], "slots"))
-
-    def hold(self, slots: np.ndarray) -> bytearray:
-        """A node's own copy of `slots`; pages that the tree numbers itself come after them."""
-        if self.allocator is None and slots.size:
-            self._fresh_page = max(self._fresh_page, int(slots.max()) // self.page_size + 1)
-        return bytearray(slots.data)
 
     # ---- lock and evict
 
     def lock(self, node: Node) -> None:
         """Protect a node of this tree and all above it from eviction; as many `unlock` calls undo
         it."""
-        self._live(node)
-        at: Node | None = node
-        while at is not None:
+        for at in self.way_up(node):
             if at.lock_count == 0:
-                self.evictable_size -= len(at.data) // TOKEN_BYTES
-                self.protected_size += len(at.data) // TOKEN_BYTES
+                self.evictable_size -= at.length
+                self.protected_size += at.length
             at.lock_count += 1
-            at = at.parent
         if self.recorders:
-            self._emit("lock", [node])
+            self._emit("lock", node)
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of the node."""
-        self._live(node)
+        path = self.way_up(node)
         if node.lock_count == (node is self.root):
             raise StateError(f"{node} is not locked; unlock a node once for each lock")
-        at: Node | None = node
-        while at is not None:
+        for at in path:
             at.lock_count -= 1
             if at.lock_count == 0:
-                self.evictable_size += len(at.data) // TOKEN_BYTES
-                self.protected_size -= len(at.data) // TOKEN_BYTES
-            at = at.parent
-        if is_candidate(node):
-            self.queue.push(node)
+                self.evictable_size += at.length
+                self.protected_size -= at.length
+        self.queue.push(node)
         if self.recorders:
-            self._emit("unlock", [node])
+            self._emit("unlock", node)
 
-    def _live(self, node: Node) -> None:
-        top: Any = node
-        while (
-            getattr(top, "parent", None) is not None
-        ):  # whatever else is passed is not in the tree either
-            top = top.parent
-        if top is not self.root:
+    def way_up(self, node: Node) -> list[Node]:
+        """A node of this tree and all above it, up to the root; anything else is refused."""
+        if not isinstance(node, Node):
+            raise ArgumentError("node", node, "is not a node; pass the `node` of a match")
+        path = node.upwards()
+        if path[-1] is not self.root:
             gone = "no longer in the tree: it was evicted, or the tree was reset"
-            raise StateError(
-                f"{node} is {gone if top is node else 'in another tree'}; match its tokens in this one"
-            )
+            where = gone if len(path) == 1 else "in another tree"
+            raise StateError(f"{node} is {where}; match its tokens in this one")
+        return path
 
     def evict(self, num_tokens: int) -> int:
         """Free unlocked leaves in policy order until at least `num_tokens` tokens went back, or
@@ -371,33 +310,62 @@ class RadixCache(RequestLife):
         int
             Tokens freed. They go back to the allocator as one batch.
         """
-        freed, gone = 0, []
-        while freed < num_tokens and (leaf := self.queue.pop()) is not None:
+        wanted = whole("num_tokens", num_tokens)
+        gone = []
+        freed = 0
+        while freed < wanted and (leaf := self.queue.pop()) is not None:
             gone.append(leaf.stored)
             freed += self.remove(leaf)
         if gone:
-            self._free(join(gone))
+            lifecycle.give_back(self, join(gone))
         return freed
 
     def remove(self, leaf: Node) -> int:
-        """Take an unlocked leaf out of the tree; returns its tokens. Its pages are the caller's to
-        free."""
+        """Take an unlocked leaf out of the tree; returns its tokens. The caller frees its pages."""
         parent = leaf.parent
         assert parent is not None
         if self.recorders:
-            self._emit("evict", [leaf], tokens=leaf.key, length=len(leaf.key))
-        leaf.leave(self.page_bytes)
-        size = len(leaf.data) // TOKEN_BYTES
-        self.evictable_size -= size
-        self.stats.evicted += size
-        if is_candidate(parent):
-            self.queue.push(parent)
-        return size
+            self._emit("evict", leaf, tokens=leaf.key, length=leaf.length)
+        parent.disown(leaf, self.page_size)
+        self.evictable_size -= leaf.length
+        self.stats.evicted += leaf.length
+        self.queue.push(parent)
+        return leaf.length
+
+    # ---- the life of a request
+
+    def cache_unfinished(self, request: Any) -> None:
+        """After a chunk: the tree takes the request's whole pages, and the request goes on with the
+        tree's.
+
+        The request's own copies of what others had cached meanwhile are freed, and its row points
+        at the tree's slots. Its new node is locked, `protected_len` becomes the aligned length; the
+        tail of less than a page stays its own. Calling it twice changes nothing.
+
+        Parameters
+        ----------
+        request
+            Any object with `token_ids`, `computed` (tokens whose K and V are written), `row`,
+            `node` (locked for it), `protected_len` (its first tokens, whose pages are the tree's)
+            and `namespace`. With an attribute `cache` of False nothing of it is stored; a
+            `priority` is passed on to `insert`.
+        """
+        lifecycle.unfinished(self, request)
+
+    def cache_finished(self, request: Any) -> None:
+        """The same with all `computed` tokens; then the tail, anything reserved past it and the row
+        are freed.
+
+        Slots that the row holds beyond `computed` are reserved ones. The request's node is
+        unlocked, and it holds nothing any more: `row` and `protected_len` are 0, `node` is None.
+        Retraction and abort are this call too.
+        """
+        lifecycle.finished(self, request)
 
     # ---- look at it
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes below the root, parents before their children, children in order of insertion."""
+        """All nodes below the root, parents first, children in order of insertion."""
         stack = list(reversed(self.root.children.values()))
         while stack:
             node = stack.pop()
@@ -405,7 +373,7 @@ class RadixCache(RequestLife):
             stack.extend(reversed(node.children.values()))
 
     def check(self, owned: Iterable[Any] = ()) -> None:
-        """Raise a `StateError` that names the node or slot which breaks an invariant; see
+        """Raise a `StateError` that names the node or slot that breaks an invariant; see
         :mod:`.invariants`.
 
         Parameters
@@ -415,28 +383,26 @@ class RadixCache(RequestLife):
             tensors of slots. That all pages add up is checked when it is given, or when no node is
             locked and no row is taken.
         """
-        check(self, owned)
+        invariants.check(self, owned)
 
     def reset(self) -> None:
         """Empty the tree, give its pages back, and start counting anew."""
         if self.root.lock_count > 1:
-            raise StateError(
-                f"{self.root.lock_count - 1} locks are held: finish or abort the requests before a reset"
-            )
+            held = f"{self.root.lock_count - 1} locks are held"
+            raise StateError(f"{held}: finish or abort the requests before a reset")
         self.evict(self.evictable_size)
         self._clear()
         if self.recorders:
-            self._emit("reset", [])
+            self._emit("reset", self.root)
 
     def record(self) -> Recorder:
         """``with cache.record() as recorder:`` collects what happens to the tree; see
-        :class:`.events.Recorder`."""
+        :class:`.recorder.Recorder`."""
         return Recorder(self)
 
-    def _emit(self, kind: str, path: list[Node], **news: Any) -> None:
-        event = Event.of(kind, path[-1] if path else self.root, **news)
+    def _emit(self, kind: str, node: Node, **news: Any) -> None:
         for recorder in self.recorders:
-            recorder.events.append(event)
+            recorder.note(kind, node, **news)
 
     def __repr__(self) -> str:
         made = f"RadixCache(page_size={self.page_size}, eviction={self.eviction!r})"
@@ -449,11 +415,7 @@ class RadixCache(RequestLife):
         return tree.mimebundle(self)
 
 
-def _common_bytes(data: bytes, other: memoryview) -> int:
-    """Bytes up to the first token in which the two differ, or the length of the shorter."""
-    size = min(len(data), len(other))
-    differ = np.frombuffer(data, np.int64, size // TOKEN_BYTES) != np.frombuffer(
-        other[:size], np.int64
-    )
-    first = int(differ.argmax())
-    return first * TOKEN_BYTES if differ[first] else size
+def beyond(path: list[Node], known: int) -> list[Node]:
+    """The nodes of a path that reach past its first `known` tokens."""
+    ends = accumulate(node.length for node in path)
+    return [node for node, end in zip(path, ends, strict=True) if end > known]

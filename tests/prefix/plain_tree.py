@@ -80,10 +80,8 @@ class PlainTree:
                 at.hits, at.use = at.hits + 1, self.now
 
     def _split(self, node: PlainNode, n: int) -> PlainNode:
-        upper = PlainNode(
-            node.tokens[:n], node.slots[:n], node.space, node.parent, node.birth, node.use, node.priority, node.hits,
-            node.locks, [node],
-        )  # fmt: skip
+        counts = node.birth, node.use, node.priority, node.hits, node.locks
+        upper = PlainNode(node.tokens[:n], node.slots[:n], node.space, node.parent, *counts, [node])
         siblings = node.parent.children
         siblings[siblings.index(node)] = upper
         node.tokens, node.slots, node.parent = node.tokens[n:], node.slots[n:], upper

@@ -54,7 +54,7 @@ class World:
         match = self.cache.match_prefix(tokens[:-1] if cache else [], namespace)
         self.cache.lock(match.node)
         r.node, r.computed, r.protected_len = match.node, match.length, match.length
-        self.table.table[r.row, : match.length] = match.slots
+        self.table.write([r.row], [0], [match.length], match.slots)
         self.running.append(r)
         return r
 
@@ -73,7 +73,7 @@ class World:
             self.cache.evict(pages * size - self.allocator.available_size())
             slots = self.allocator.alloc_extend(before, after, last, n)
         if slots is not None:
-            self.table.table[r.row, r.computed : r.computed + n] = slots.int()
+            self.table.write([r.row], before, after, slots)
         return slots
 
     def compute(self, r: Req, n: int | None = None) -> bool:
@@ -86,6 +86,24 @@ class World:
             self.content[slot] = (repr(r.namespace), tuple(r.token_ids[: i + 1]))
         r.computed += n
         return True
+
+    def verify(self, r: Req, draft: list[int], accepted: int) -> bool:
+        """Compute drafted tokens after all others and keep the first `accepted`, as speculative
+        decoding does."""
+        known = len(r.token_ids)
+        r.token_ids += draft
+        fits = self.compute(r)
+        del r.token_ids[known + (accepted if fits else 0) :]
+        if fits:
+            self.shrink(r, len(r.token_ids))
+        return fits
+
+    def shrink(self, r: Req, length: int) -> None:
+        """Take the tokens from `length` on out of the row; their pages go back, but for a page that
+        the tokens before need, too."""
+        left = self.table.truncate(r.row, length)
+        self.allocator.free(left[-length % self.cache.page_size :])
+        r.computed = length
 
     def chunk(self, r: Req, n: int | None = None) -> None:
         assert self.compute(r, n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from prefix_world import World
@@ -22,6 +23,15 @@ def w() -> World:
 def node(w: World, *key: int):
     (found,) = (n for n in w.cache.nodes() if n.key.tolist() == list(key))
     return found
+
+
+def set_key(node, *tokens: int) -> None:
+    node.data = np.array(tokens, np.int64).tobytes()
+    node.length = len(tokens)
+
+
+def set_slots(node, slots: torch.Tensor) -> None:
+    node.stored = bytearray(slots.contiguous().numpy().data)
 
 
 def test_b31a_the_same_slot_in_two_nodes(w: World) -> None:
@@ -71,6 +81,35 @@ def test_a_page_that_nobody_has(w: World) -> None:
     w.finish(r)
 
 
+def test_pages_may_be_out_while_a_row_is_taken_or_a_node_is_locked(w: World) -> None:
+    w.allocator.alloc(2)  # a page that nothing holds
+    leaf = node(w, 3, 4)
+    for hold, let_go in (
+        (lambda: w.table.alloc(1), lambda: w.table.free([1])),
+        (lambda: w.cache.lock(leaf), lambda: w.cache.unlock(leaf)),
+    ):
+        hold()
+        w.cache.check()
+        for owned in ([], torch.empty(0, dtype=torch.int64)):  # all that requests hold: nothing
+            with pytest.raises(StateError, match="neither free nor cached nor owned"):
+                w.cache.check(owned=owned)
+        let_go()
+        with pytest.raises(StateError, match="neither free nor cached nor owned"):
+            w.cache.check()
+
+
+def test_a_page_that_begins_inside_another() -> None:
+    w = World(pages=8, page_size=4)
+    w.run([1, 2, 3, 4])
+    leaf = node(w, 1, 2, 3, 4)
+    for first in (5, 6, 7):  # neighbouring slots, but of two pages
+        set_slots(leaf, torch.arange(first, first + 4))
+        with pytest.raises(StateError, match=rf"slots \[{first}, .* are not one page"):
+            w.cache.check()
+    set_slots(leaf, torch.arange(4, 8))
+    w.cache.check()
+
+
 def test_a_slot_both_owned_and_cached_or_free(w: World) -> None:
     leaf = node(w, 5, 6)
     with pytest.raises(
@@ -92,10 +131,10 @@ def test_owned_slots_outside_the_pool_are_named(w: World, slot: int) -> None:
 
 def test_nodes_in_the_wrong_place(w: World) -> None:
     top, leaf = node(w, 1, 2), node(w, 3, 4)
-    leaf.key = [8, 4]
+    set_key(leaf, 8, 4)
     with pytest.raises(StateError, match=r"\[8, 4\].*not its first page"):
         w.cache.check()
-    leaf.key = [3, 4]
+    set_key(leaf, 3, 4)
     leaf.namespace = "a"
     with pytest.raises(StateError, match=r"\[3, 4\] in 'a'.*another namespace"):
         w.cache.check()
@@ -109,17 +148,18 @@ def test_nodes_in_the_wrong_place(w: World) -> None:
 
 def test_keys_and_slots_that_are_not_pages(w: World) -> None:
     leaf = node(w, 3, 4)
-    good, leaf.slots = leaf.slots, leaf.slots[:1].clone()
+    good = leaf.slots.clone()
+    set_slots(leaf, good[:1])
     with pytest.raises(StateError, match=r"\[3, 4\].*1 slots for 2 tokens"):
         w.cache.check()
-    leaf.slots = good.flip(0)
+    set_slots(leaf, good.flip(0))
     with pytest.raises(StateError, match=rf"Node {leaf.id}.*are not one page"):
         w.cache.check()
-    leaf.slots = good + 100
+    set_slots(leaf, good + 100)
     with pytest.raises(StateError, match="outside the allocator's pages"):
         w.cache.check()
-    leaf.slots = good
-    leaf.key = [3, 4, 5]
+    set_slots(leaf, good)
+    set_key(leaf, 3, 4, 5)
     with pytest.raises(StateError, match="not whole pages of 2"):
         w.cache.check()
 
@@ -128,6 +168,21 @@ def test_a_leaf_that_could_never_be_evicted(w: World) -> None:
     w.cache.queue.heap.clear()
     with pytest.raises(StateError, match="the eviction queue does not know"):
         w.cache.check()
+
+
+@pytest.mark.parametrize("policy", ["priority", "lru", "mru"])
+def test_a_leaf_whose_rank_was_lowered_by_hand(policy: str) -> None:
+    c = RadixCache(page_size=1, eviction=policy)
+    c.insert([1], priority=2)
+    c.insert([2], priority=2)
+    c.check()
+    leaf = next(c.nodes())
+    name, by = {"priority": ("priority", -1), "lru": ("last_use", -1), "mru": ("last_use", 9)}[
+        policy
+    ]
+    setattr(leaf, name, getattr(leaf, name) + by)
+    with pytest.raises(StateError, match=rf"Node {leaf.id} .*puts too late"):
+        c.check()
 
 
 def test_a_negative_lock_and_an_unlocked_root() -> None:

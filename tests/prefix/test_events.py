@@ -116,6 +116,23 @@ def test_pages_numbered_beside_given_slots_do_not_collide() -> None:
     cache.check()
 
 
+def test_copies_keep_priorities() -> None:
+    c = RadixCache(page_size=1, eviction="priority")
+    c.insert([1, 2], priority=3)
+    c.insert([4, 5], priority=-1)
+    c.insert([6])
+    with c.record() as recorder:
+        c.match_prefix([1])  # halves of one priority
+    for frame, count in zip(recorder.frames, (3, 4, 4), strict=True):
+        kept = {tuple(node.key.tolist()): node.priority for node in frame.tree.nodes()}
+        assert len(kept) == count
+        assert {kept.pop((4, 5)), kept.pop((6,))} == {-1, 0}
+        assert set(kept.values()) == {3}
+    copy = recorder.replay()
+    assert copy.evict(1) == 2
+    assert copy.match_prefix([4, 5]).length == 0
+
+
 def test_a_replayed_tree_that_keeps_nothing_keeps_nothing() -> None:
     cache = RadixCache(1, disable=True)
     with cache.record() as recorder:

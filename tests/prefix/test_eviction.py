@@ -251,6 +251,21 @@ def test_comparisons_grow_with_the_logarithm_of_the_leaves(monkeypatch) -> None:
     assert per_leaf[8192] < 2 * per_leaf[256]
 
 
+@pytest.mark.parametrize("policy", RANKS)
+def test_the_queue_does_not_grow_with_locks(policy: str) -> None:
+    c = RadixCache(page_size=1, eviction=policy)
+    for i in range(4):
+        c.insert([i])
+    nodes = list(c.nodes())
+    for _ in range(500):
+        for node in nodes:
+            c.lock(node)
+        for node in nodes:
+            c.unlock(node)
+    assert len(c.queue.heap) <= (100 if policy == "mru" else 4)
+    assert c.evict(4) == 4
+
+
 def test_each_correction_is_paid_for_by_a_use() -> None:
     c = RadixCache(page_size=1)
     for _ in range(2):

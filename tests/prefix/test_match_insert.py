@@ -169,6 +169,16 @@ def test_disabled_keeps_and_finds_nothing() -> None:
     assert w.cache.stats.miss_tokens == 4
 
 
+def test_a_disabled_insert_leaves_the_tail_with_the_caller() -> None:
+    w = World(pages=4, page_size=2, disable=True)
+    slots = w.allocator.alloc(6)
+    assert w.cache.insert([1, 2, 3, 4, 5], slots) == 0
+    assert w.allocator.is_free(slots[::2] // 2).tolist() == [True, True, False]
+    w.cache.check(owned=slots[4:])
+    w.allocator.free(slots[4:])
+    w.cache.check()
+
+
 def test_reset_gives_everything_back() -> None:
     w = World(pages=4, page_size=2)
     w.run([1, 2, 3, 4])

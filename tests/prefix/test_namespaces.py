@@ -9,8 +9,11 @@ from prefix_world import World
 from minikv.errors import ArgumentError
 from minikv.prefix import RadixCache
 
-DIFFERENT = [None, "", 1, 1.0, True, "1", b"1", 0, False, Fraction(1), (), (1,), (True,), ("1",), ((1,),), ("a", "bc"),
-             ("ab", "c"), ("a", None), ("a", ""), frozenset({1}), frozenset({True})]  # fmt: skip
+DIFFERENT = [
+    *(None, "", 1, 1.0, True, "1", b"1", 0, False, Fraction(1)),
+    *((), (1,), (True,), ("1",), ((1,),), ("a", "bc"), ("ab", "c"), ("a", None), ("a", "")),
+    *(frozenset({1}), frozenset({True})),
+]
 
 
 def test_equal_tokens_under_different_namespaces_never_share() -> None:

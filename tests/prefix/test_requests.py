@@ -120,10 +120,10 @@ def test_a_lost_lock_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("node", [None, 3, "node"])
-def test_what_is_no_node_is_not_locked(node) -> None:
+def test_p08_what_is_no_node_is_not_locked(node) -> None:
     cache = RadixCache(2)
     for call in (cache.lock, cache.unlock):
-        with pytest.raises(RuntimeError, match=f"{node} is no longer in the tree"):
+        with pytest.raises(ArgumentError, match=f"^node={node!r}: is not a node; pass the `node`"):
             call(node)
 
 
@@ -231,6 +231,17 @@ def test_on_a_gpu_the_tree_holds_device_slots_and_does_the_same() -> None:
     assert cpu.cache.stats == gpu.cache.stats
     assert gpu.cache.match_prefix([1, 0, 1, 0, 1]).slots.device.type == "cuda"
     assert all(n.slots.device.type == "cuda" for n in gpu.cache.nodes())
+
+
+def test_the_new_node_is_locked_before_the_old_one_is_unlocked() -> None:
+    w = World(pages=8, page_size=2)
+    r = w.start([1, 2, 3, 4, 5, 6, 7])
+    w.chunk(r, 4)
+    w.compute(r)
+    with w.cache.record() as recorder:
+        w.cache.cache_unfinished(r)
+    assert [event.kind for event in recorder.events] == ["insert", "lock", "unlock"]
+    assert all(frame.tree.protected_size >= 4 for frame in recorder.frames)
 
 
 # ---- faults
