@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minikv.errors import ArgumentError, Error
 
+if TYPE_CHECKING:
+    from minikv.models import Tokenizer
+
 REMEDY = "use a text, a list of token ids, or a list of chat messages (dicts with role and content)"
 BYTES = (bytes, bytearray, memoryview)  # neither a text nor ids: which of the two is meant?
-
-
-class Encodes(Protocol):
-    """What is needed of a tokenizer here."""
-
-    def encode(self, text: str, /) -> list[int]: ...
-    def chat(self, messages: list[dict], /) -> list[int]: ...
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -41,7 +37,7 @@ def split_prompts(prompts: Any) -> list[Any]:
     return prompts
 
 
-def prompt_ids(prompt: Any, tokenizer: Encodes, vocab_size: int) -> np.ndarray:
+def prompt_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
     """Token ids of one prompt, int64 `[n]`; n may be 0.
 
     Raises
@@ -52,11 +48,7 @@ def prompt_ids(prompt: Any, tokenizer: Encodes, vocab_size: int) -> np.ndarray:
     try:
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
-        elif (
-            isinstance(prompt, (list, tuple))
-            and prompt
-            and all(isinstance(m, Mapping) for m in prompt)
-        ):
+        elif isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
             ids = tokenizer.chat(list(prompt))
         else:
             as_list = getattr(prompt, "tolist", None)  # arrays and tensors
@@ -68,15 +60,13 @@ def prompt_ids(prompt: Any, tokenizer: Encodes, vocab_size: int) -> np.ndarray:
         array = np.array(ids, dtype=np.int64)
     except Error:
         raise
-    except Exception as e:  # whatever a tokenizer or a chat template makes of it
-        raise ArgumentError(
-            "prompt", prompt, f"could not be turned into tokens: {type(e).__name__}: {e}"
-        ) from e
+    except Exception as e:  # a tokenizer or a chat template failed
+        why = f"could not be turned into tokens: {type(e).__name__}: {e}"
+        raise ArgumentError("prompt", prompt, why) from e
     outside = array[(array < 0) | (array >= vocab_size)]
     if outside.size:
-        raise ArgumentError(
-            "prompt", int(outside[0]), f"is outside the vocabulary; ids are 0..{vocab_size - 1}"
-        )
+        remedy = f"is outside the vocabulary; ids are 0..{vocab_size - 1}"
+        raise ArgumentError("prompt", int(outside[0]), remedy)
     return array
 
 

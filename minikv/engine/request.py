@@ -168,9 +168,9 @@ class Request:
         self.sink: deque[Delta] | None = (
             None  # where its deltas go; None: only the output is wanted
         )
-        self._text = text
+        self._text = text or TextStream(None)
         self._read = self._told = 0  # output tokens that have become text, and that deltas brought
-        self._fresh = ""  # text for the next delta
+        self._shown = 0  # characters that deltas brought
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -238,12 +238,12 @@ class Request:
         reason = None
         if self.grammar is not None and self.grammar.accept(token):
             self.error = self.grammar.error
-            reason = "error" if self.error else "stop"
+            reason = "stop" if self.error is None else "error"
         elif token in self.stop_ids:
             reason = "stop"
         elif self.length == self.capacity:
             reason = "length"
-        if self._text is not None and (self.params.stop or self.sink is not None):
+        if self.params.stop or self.sink is not None:
             self._read_text(reason)
             if self._text.stopped:
                 return "stop"
@@ -255,32 +255,28 @@ class Request:
         self._read += len(new)
         if new and reason == "stop" and new[-1] in self.stop_ids and not self.params.keep_stop:
             new.pop()  # eos or a stop token is part of the tokens, not of the text
-        if self._text is not None:
-            self._fresh += self._text.push(new, final=reason is not None)
-
-    def _finish_text(self) -> None:
-        """The rest of the text, once the request has ended; a tokenizer that fails is its error."""
-        try:
-            if self.finish_reason is not None:
-                self._read_text(self.finish_reason)
-        except Exception as e:
-            self.finish_reason, self.error = "error", f"{type(e).__name__}: {e}"
+        self._text.push(new, final=reason is not None)
 
     def delta(self) -> Delta:
         """Text and tokens since the last one; the last of all brings the output."""
-        output = None if self.finish_reason is None else self.output()
-        new = self.output_ids[self._told :].tolist()
+        output = None
+        if self.finish_reason is not None:
+            output = self.output()
+        new, text = self.output_ids[self._told :].tolist(), self._text.text[self._shown :]
         self._told += len(new)
-        text, self._fresh = self._fresh, ""
+        self._shown += len(text)
         return Delta(self.id, text, new, self.finish_reason, output)
 
     def output(self) -> Output:
-        """The result so far, as the caller sees it."""
-        self._finish_text()
+        """The result of a request that has ended, as the caller sees it."""
+        try:
+            self._read_text(self.finish_reason)
+        except Exception as e:  # its tokenizer failed
+            self.finish_reason, self.error = "error", f"{type(e).__name__}: {e}"
         return Output(
             id=self.id,
             prompt_token_ids=self._tokens[: self.prompt_len].tolist(),
-            text=self._text.text if self._text else "",
+            text=self._text.text,
             token_ids=self.output_ids.tolist(),
             cached_tokens=self.cached_tokens or 0,
             finish_reason=self.finish_reason,
@@ -290,4 +286,5 @@ class Request:
         )
 
     def __repr__(self) -> str:
-        return f"Request({self.id}, {self.state.value}, {self.length} tokens, {self.computed} computed)"
+        tokens = f"{self.length} tokens, {self.computed} computed"
+        return f"Request({self.id}, {self.state.value}, {tokens})"

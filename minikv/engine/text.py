@@ -11,17 +11,11 @@ are. Windowed decoding is how text-generation-inference and vLLM do it too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 UNFINISHED = "\ufffd"
 MAX_HELD = 3  # a UTF-8 character has at most three bytes before its last one
 KEEP, WINDOW = 8, 24  # tokens kept when the window is cut, and its longest length
-
-
-class Decodes(Protocol):
-    """All that is needed of a tokenizer here."""
-
-    def decode(self, ids: list[int], /) -> str: ...
 
 
 class TextStream:
@@ -30,12 +24,19 @@ class TextStream:
     Parameters
     ----------
     tokenizer
-        Anything with ``decode(ids) -> str``.
+        Anything with ``decode(ids) -> str``; None makes no text.
     stop
         Texts that end the output. The one that is complete first wins (of two complete at the same
         character, the longer), so the result does not depend on how the text is cut into tokens.
     keep_stop
         Leave the stop text in.
+
+    Attributes
+    ----------
+    text
+        Everything given out so far.
+    stopped
+        Whether a stop text ended the output.
 
     Examples
     --------
@@ -46,32 +47,22 @@ class TextStream:
     ('a', '', True)
     """
 
-    def __init__(
-        self, tokenizer: Decodes, stop: Sequence[str] = (), keep_stop: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), keep_stop: bool = False) -> None:
         self._tokenizer, self._stop, self._keep_stop = tokenizer, tuple(stop), keep_stop
         self._longest = max(map(len, self._stop), default=0)
         self._window: list[int] = []
         self._sent = 0  # characters of the window's text that have left it
         self._held = ""  # whole characters that may be the beginning of a stop text
-        self._parts: list[str] = []
-        self.stopped = False
-
-    @property
-    def text(self) -> str:
-        """Everything given out so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        self.text, self.stopped = "", False
 
     def push(self, ids: Sequence[int], final: bool = False) -> str:
         """Take new tokens, give out the text that is certain. `final` flushes what is held back."""
-        if self.stopped:
+        if self.stopped or self._tokenizer is None:
             return ""
-        fresh = self._characters(list(ids), final)
-        out = self._until_stop(fresh, final) if self._stop else fresh
-        if out:
-            self._parts.append(out)
+        out = self._characters(list(ids), final)
+        if self._stop:
+            out = self._until_stop(out, final)
+        self.text += out
         return out
 
     def _characters(self, ids: list[int], final: bool) -> str:
@@ -97,13 +88,10 @@ class TextStream:
             end, start = min(hits)
             self.stopped, self._held = True, ""
             return text[: end if self._keep_stop else start]
-        keep = 0 if final else self._beginning_of_stop(text)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def _beginning_of_stop(self, text: str) -> int:
-        for n in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-n:]
-            if any(s.startswith(tail) for s in self._stop):
-                return n
-        return 0
+        whole = len(text)  # characters that begin no stop text
+        if not final:
+            whole = max(0, whole - self._longest + 1)
+            while whole < len(text) and not any(s.startswith(text[whole:]) for s in self._stop):
+                whole += 1
+        self._held = text[whole:]
+        return text[:whole]
