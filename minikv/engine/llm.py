@@ -197,9 +197,10 @@ class LLM:
     def __repr__(self) -> str:
         if self._closed:
             return "LLM(closed)"
-        now = self.scheduler
-        running, waiting = len(now.running) + len(now.prefilling), len(now.waiting)
-        return f"LLM({self.config.architecture}, {running} requests running, {waiting} waiting, {self.allocator})"
+        requests = (
+            f"{self.scheduler.active} requests running, {len(self.scheduler.waiting)} waiting"
+        )
+        return f"LLM({self.config.architecture}, {requests}, {self.allocator})"
 
     # ---- whole prompts
 
@@ -376,10 +377,9 @@ class LLM:
     def stats(self) -> Stats:
         """Counters since the start and levels of now; ``.prometheus()`` gives Prometheus' text
         format."""
-        now = self.scheduler
         return self._stats.snapshot(
-            waiting=len(now.waiting),
-            running=len(now.running) + len(now.prefilling),
+            waiting=len(self.scheduler.waiting),
+            running=self.scheduler.active,
             evicted_tokens=self.cache.stats.evicted,
             pool_size=self.allocator.size,
             pool_available=self.allocator.available_size(),

@@ -222,19 +222,25 @@ class Request:
             ``"stop"``, ``"length"`` or ``"error"`` (`error` says which) when the output ended.
         """
         self.drop_drafts()
+        now, timing, reason = time.perf_counter(), self.timing, None
         for token in tokens:
             if token < 0:
                 self.cache = False  # K/V behind broken logits must not be shared
-                self.error = BROKEN
-                return "error"
-            if reason := self._append(token):
-                return reason
-        return None
+                reason, self.error = "error", BROKEN
+                break
+            self._tokens[self.length] = token
+            self.length += 1
+            timing.tokens += 1
+            timing.first_token = timing.first_token or now
+            timing.last_token = now
+            reason = self._end_of(token)
+            if reason is not None:
+                break
+        self.computed = min(self.computed, self.length - 1)  # the last token has no K/V
+        return reason
 
-    def _append(self, token: int) -> str | None:
-        self._tokens[self.length] = token
-        self.length += 1
-        self.timing.tokens += 1
+    def _end_of(self, token: int) -> str | None:
+        """How the newest token ends the output, if it does."""
         reason = None
         if self.grammar is not None and self.grammar.accept(token):
             self.error = self.grammar.error

@@ -18,6 +18,7 @@ from minikv.engine.batch import Batch, Span, make_batch
 from minikv.engine.policy import POLICIES, order, shared_key
 from minikv.engine.request import Request, State
 from minikv.errors import ArgumentError
+from minikv.numbers import whole
 
 _now = time.perf_counter
 RATIO = 0.7  # the share of its remaining tokens that a running request is expected to use
@@ -32,7 +33,8 @@ class Scheduler:
     Parameters
     ----------
     cache, allocator, table
-        Prefix cache, page allocator and request table; nothing else may use them while requests run.
+        Prefix cache, page allocator and request table. While requests run, nothing else may use
+        them.
     max_requests
         Most requests that hold a row at once.
     chunk_tokens
@@ -70,13 +72,11 @@ class Scheduler:
     ) -> None:
         if policy not in POLICIES:
             raise ArgumentError("policy", policy, f"use one of {', '.join(POLICIES)}")
-        for name, value in (("max_requests", max_requests), ("chunk_tokens", chunk_tokens)):
-            if value < 1:
-                raise ArgumentError(name, value, "must be 1 or more")
         self.cache, self.allocator, self.table = cache, allocator, table
-        self.max_requests, self.chunk_tokens = max_requests, min(chunk_tokens, allocator.size)
+        self.max_requests = whole("max_requests", max_requests, 1)
+        self.chunk_tokens = min(whole("chunk_tokens", chunk_tokens, 1), allocator.size)
         self.policy, self.mixed = policy, mixed
-        self.max_context = table.table.shape[1] if max_context is None else max_context
+        self.max_context = max_context or table.max_context
         self.page_size = allocator.page_size
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
@@ -94,17 +94,20 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self.waiting or self.prefilling or self.running)
 
+    @property
+    def active(self) -> int:
+        """Requests that hold a row."""
+        return len(self.running) + len(self.prefilling)
+
     def check_prompt(self, length: int) -> None:
         """Raise ArgumentError for a prompt length that could never run."""
-        if length > self.max_context:
-            raise ArgumentError(
-                "prompt",
-                length,
-                f"tokens are more than the context of {self.max_context}; shorten it",
-            )
-        if length > self.allocator.size:
-            remedy = f"tokens are more than the KV pool of {self.allocator.size}; raise kv_tokens or shorten the prompt"
-            raise ArgumentError("prompt", length, remedy)
+        for most, what, remedy in (
+            (self.max_context, "context", "shorten it"),
+            (self.allocator.size, "KV pool", "raise kv_tokens or shorten the prompt"),
+        ):
+            if length > most:
+                refused = f"tokens are more than the {what} of {most}; {remedy}"
+                raise ArgumentError("prompt", length, refused)
 
     def add(self, request: Request) -> None:
         """Put a request into the queue.
@@ -112,7 +115,7 @@ class Scheduler:
         Raises
         ------
         ArgumentError
-            For a prompt that could never run: empty, longer than the context or than the pool.
+            For a prompt that could never run: longer than the context or than the pool.
         """
         self.check_prompt(request.length)
         self._arrivals += 1
@@ -215,7 +218,6 @@ class Scheduler:
         logprobs
             For each of ``batch.sampled`` as many records as tokens.
         """
-        now = _now()
         self.ratio = max(LEAST_RATIO, self.ratio - DECAY)
         self._last = batch if batch.decode else None
         extends, decodes, got, ended = [], [], [], []
@@ -227,27 +229,33 @@ class Scheduler:
         for i, request in enumerate(batch.sampled):
             if request.state is State.FINISHED:
                 continue
-            before = request.length
+            length, computed = request.length, request.computed
             try:
                 reason = request.extend(tokens[i])
             except Exception as e:  # its grammar or its tokenizer failed: the others go on
                 reason, request.error = "error", f"{type(e).__name__}: {e}"
-            new = request.length - before
-            if new:
-                got.append([request.id, new])
-                request.timing.first_token = request.timing.first_token or now
-                request.timing.last_token = now
+            if request.length > length:
+                got.append([request.id, request.length - length])
             if logprobs is not None and request.logprobs is not None:
-                request.logprobs += logprobs[i][:new]
-            rejected = request.computed >= request.length  # drafts, or what lies behind a stop
-            request.computed = min(request.computed, request.length - 1)
+                request.logprobs += logprobs[i][: request.length - length]
             if reason:
                 ended.append((request, reason))
-            elif rejected:
+            elif request.computed < computed:  # drafts that were not accepted
                 tail = self.table.truncate(request.row, request.computed)
                 self.allocator.free(tail[-request.computed % self.page_size :])
         if extends or decodes:
-            self._emit_step(batch.kind, extends, decodes, got)
+            self._emit(
+                "step",
+                kind=batch.kind,
+                extends=extends,
+                decodes=decodes,
+                sampled=got,
+                waiting=len(self.waiting),
+                running=self.active,
+                available=self.allocator.available_size(),
+                evictable=self.cache.evictable_size,
+                size=self.allocator.size,
+            )
         if ended or not batch.decode:
             with self.allocator.free_group():
                 self._after_prefill(batch)
@@ -401,10 +409,7 @@ class Scheduler:
         return self.allocator.available_size() >= tokens
 
     def _rows_left(self) -> bool:
-        return (
-            len(self.running) + len(self.prefilling) < self.max_requests
-            and self.table.available_size() > 0
-        )
+        return self.active < self.max_requests and self.table.available_size() > 0
 
     def _probe(self, r: Request) -> tuple[Any, int]:
         stats = self.cache.stats
@@ -415,17 +420,3 @@ class Scheduler:
 
     def _shared(self, r: Request, node: Any, cached: int) -> tuple | None:
         return None if self.cache.disable else shared_key(r, node, cached, self.page_size)
-
-    def _emit_step(self, kind: str, extends: list, decodes: list, sampled: list) -> None:
-        self._emit(
-            "step",
-            kind=kind,
-            extends=extends,
-            decodes=decodes,
-            sampled=sampled,
-            waiting=len(self.waiting),
-            running=len(self.running) + len(self.prefilling),
-            available=self.allocator.available_size(),
-            evictable=self.cache.evictable_size,
-            size=self.allocator.size,
-        )

@@ -106,7 +106,7 @@ def test_ctrl_c_amid_bookkeeping_waits_for_its_end(
 
 def test_ctrl_c_between_steps_keeps_every_token(monkeypatch, want) -> None:
     llm = engine()
-    once(monkeypatch, llm.scheduler, "_emit_step", 4, press)
+    once(monkeypatch, llm.scheduler, "_emit", 4, press)
     ids, told = [llm.add(p, PARAMS) for p in PROMPTS], dict[int, list[int]]()
     interrupts = 0
     while llm.has_work:
