@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minikv.attention.api import decode_attention, extend_attention, extend_attention_unified
-    from minikv.attention.backend import AttentionBackend, LayerAttention
+    from minikv.attention.backend import AttentionBackend, LayerAttention, StepInputs
     from minikv.attention.merge import merge_states
     from minikv.attention.plan import AttentionPlan
     from minikv.attention.reference import reference_attention
@@ -24,6 +24,7 @@ _HOME = {
     "AttentionBackend": "backend",
     "AttentionPlan": "plan",
     "LayerAttention": "backend",
+    "StepInputs": "backend",
     "build_kv_indices": "slot_lists",
     "build_unified_kv_indices": "slot_lists",
     "decode_attention": "api",
@@ -43,6 +44,7 @@ __all__ = [  # noqa: RUF022 - in the order a reader meets them
     "AttentionPlan",
     "AttentionBackend",
     "LayerAttention",
+    "StepInputs",
 ]
 
 

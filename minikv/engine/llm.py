@@ -30,7 +30,6 @@ from minikv.engine.options import (
     check_options,
     check_room,
     pick_context,
-    pick_runner,
 )
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
@@ -38,6 +37,7 @@ from minikv.engine.request import Delta, Output, Request, State
 from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
 from minikv.engine.stats import Stats
+from minikv.engine.step import step_runner
 from minikv.engine.text import TextStream
 from minikv.engine.turns import Turns
 from minikv.errors import ArgumentError, StateError
@@ -174,7 +174,7 @@ class LLM:
         self.cache.decode = self.tokenizer
         self.attention = AttentionBackend(
             self.pool, self.table, page_size=page_size, q_heads=config.q_heads,
-            backend=attention, deterministic=deterministic, max_requests=max_requests,
+            layers=self.decoder.attention_layers, backend=attention, deterministic=deterministic, max_requests=max_requests,
         )  # fmt: skip
         self.scheduler = Scheduler(
             self.cache, self.allocator, self.table,
@@ -182,10 +182,7 @@ class LLM:
             emit=self.events,
         )  # fmt: skip
         self.sampler, self.grammars = Sampler(), Grammars(self.tokenizer, config.vocab_size)
-        self.runner = pick_runner(
-            graphs, decoder=self.decoder, attention=self.attention, max_requests=max_requests,
-            progress=progress,
-        )  # fmt: skip
+        self.runner = step_runner(graphs, self.decoder, self.attention, max_requests, progress)
         self._landing = Landing(self.device)
         self.overlaps = self.device.type == "cuda"  # on a CPU nothing works meanwhile
         self._flight: Flight | None = None  # the step that was launched before its turn
@@ -433,12 +430,17 @@ class LLM:
         if batch is None:
             return None
         with torch.inference_mode():
-            variant = self._variant(batch)
-            out = self._forward(batch, variant)
+            variant = self.sampler.variant(batch.sampled)
+            if variant not in self.runner.variants:
+                variant = "logits"
+            self.sampler.fill(batch, variant)
+            out = self.runner(batch, variant)
             if variant == "logits":
                 out = self.sampler.choose(out, batch.sampled, batch)
-            rows = [r.row for r in batch.sampled]
-            self.table.last_tokens[rows] = out if out.dim() == 1 else out[:, 0].long()
+                rows = [r.row for r in batch.sampled]
+                self.table.last_tokens[rows] = (
+                    out if out.dim() == 1 else out[:, 0].long()
+                ).clamp_min(0)
             return Flight(batch, self._landing.send(out))
 
     def _deliver(self, batch: Batch | None = None) -> None:
@@ -456,29 +458,6 @@ class LLM:
             with self._turn():
                 for request in live:
                     self.scheduler.abort(request.id)
-
-    def _variant(self, batch: Batch) -> str:
-        """How the step's graph is to choose tokens; "logits" where it cannot, or where there is
-        none."""
-        variant = self.sampler.variant(batch.sampled) if batch.kind == "decode" else "logits"
-        return variant if variant in self.runner.variants else "logits"
-
-    def _forward(self, batch: Batch, variant: str) -> torch.Tensor:
-        """Logits `[len(batch.sampled), vocab]`, or what a graph chose from them."""
-        if batch.kind == "decode":
-            if variant != "logits":
-                self.sampler.fill(batch, variant)
-            if (batch.token_ids < 0).any():
-                newest = self.table.last_tokens[batch.rows].clamp_min(0).to(batch.token_ids.device)
-                batch.token_ids = newest
-            return self.runner(batch, variant)
-        self.attention.begin_extend(batch.rows, batch.prefix_lens, batch.seq_lens, batch.out_slots)
-        where = (
-            t.to(self.device, non_blocking=True)
-            for t in (batch.token_ids, batch.positions, batch.logits_at)
-        )
-        token_ids, positions, logits_at = where
-        return self.decoder(token_ids, positions, self.attention, logits_at)
 
     # ---- requests in, text out
 

@@ -9,12 +9,10 @@ import numpy as np
 import torch
 
 from minikv.device import memory_facts
-from minikv.engine.batch import Batch
 from minikv.errors import ArgumentError
 from minikv.memory import KVPool, MLAPool, plan_size
 from minikv.models import ModelConfig
 from minikv.models.files.load import DTYPES
-from minikv.models.fused.decoder import fused_for
 from minikv.numbers import real, whole
 
 CPU_POOL = 2 << 30  # most bytes of a pool on a CPU, unless more are asked for: they are zeroed
@@ -98,40 +96,3 @@ def build_pool(
     return KVPool(
         kv_tokens, page_size, config.num_layers, config.kv_heads, config.head_dim, dtype, device
     ), kv_tokens
-
-
-class EagerRunner:
-    """Runs each decode step as it is: what graph runners fall back to, with the same interface and
-    counters."""
-
-    variants = ("logits",)
-
-    def __init__(self, decoder: Any, attention: Any) -> None:
-        self.attention, self.model = attention, fused_for(decoder, attention) or decoder
-        self.stats = {"replays": 0, "eager": 0, "captures": 0, "padded_rows": 0, "graph_bytes": 0}
-
-    def __call__(self, batch: Batch, variant: str = "logits") -> torch.Tensor:
-        """Logits `[requests, vocab]` of a decode batch."""
-        self.stats["eager"] += 1
-        return self.step(batch)
-
-    def step(self, batch: Batch) -> torch.Tensor:
-        """:meth:`__call__`, which is not counted."""
-        self.attention.begin_decode(batch.rows, batch.seq_lens, batch.out_slots)
-        device = self.attention.device
-        token_ids, positions = batch.token_ids.to(device), batch.positions.to(device)
-        return self.model(token_ids, positions, self.attention)
-
-
-def pick_runner(graphs: Any, *, decoder: Any, attention: Any, **options: Any) -> Any:
-    """The decode runner that ``graphs=`` asks for; eager where graphs are not to be had and "auto"
-    leaves the choice.
-
-    Graphs also choose the tokens, in the variants of :mod:`minikv.engine.sampling`.
-    """
-    runner = None
-    if graphs:
-        from minikv.engine.step import decode_runner
-
-        runner = decode_runner(choice=graphs, decoder=decoder, attention=attention, **options)
-    return runner or EagerRunner(decoder, attention)

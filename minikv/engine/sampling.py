@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minikv.engine.argmax import first_max
+from minikv.engine.tokens import first_max
 
 VARIANTS = ("greedy", "sampled", "truncated", "logprobs", "grammar", "logits")
 """Ways of choosing. Each does what those before it do and one thing more, so a batch takes the last

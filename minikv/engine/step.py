@@ -1,53 +1,53 @@
-"""The engine's decode step as a graph: token ids in, sampled tokens out, nothing built on the way.
+"""What a step of the engine computes: token ids in, chosen tokens out.
 
-All numbers of a step lie in one staged block: token ids, positions, table rows, lengths, where each
-request's slots begin, and the sampler's knobs with this step's random numbers. The slot lists are
-laid out by the graph itself from the request table, so the host sends that block and the attention
-plan (and masks, where a grammar rules), and replays.
+There is one definition, :meth:`ModelStep.compute`, and three ways to run it: as it is
+(:meth:`ModelStep.run`, any batch), recorded in a CUDA graph, or compiled. All numbers of a recorded
+step lie in one staged block: token ids, positions, table rows, lengths, where each request's slots
+begin, and the sampler's knobs with this step's random numbers. The graph lays out the slot lists
+itself from the request table, so the host sends that block and the attention plan (and masks, where
+a grammar rules), and replays.
+
+A step can be launched before the one before it was read: a token id below 0 stands for the newest
+token of its row, which that step left on the device (``RequestTable.last_tokens``). SGLang's and
+vLLM's overlapped schedulers do the same.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from minikv.attention import AttentionBackend, LayerAttention
-from minikv.engine.advance import advance
+from minikv.attention.backend import AttentionBackend, Metadata, StepInputs
+from minikv.engine.batch import Batch
 from minikv.engine.sampling import DRAWS, KNOBS, MASKED, TOP, VARIANTS, sample
+from minikv.engine.tokens import first_max, newest
 from minikv.errors import StateError
 from minikv.graphs.buckets import PADDED, capture_batch_sizes
-from minikv.graphs.buffers import Buffer, Padding, Stage, rule, staged
+from minikv.graphs.buffers import Buffer, Padding, rule, staged
 from minikv.graphs.compiled import CompiledRunner
 from minikv.graphs.cuda import CudaGraphRunner
-from minikv.graphs.runner import GraphRunner
-from minikv.models.fused.decoder import fused_for
+from minikv.graphs.runner import GraphRunner, Hidden
+from minikv.kernels.staging import Stage, to_device
+from minikv.models.fused import fused_for
 
 
-def decode_runner(
-    *,
-    choice: Any,
-    decoder: Any,
-    attention: AttentionBackend,
-    max_requests: int,
-    progress: bool = True,
-) -> GraphRunner | None:
-    """The runner of an engine's decode batches; None where ``graphs="auto"`` rather decodes
-    eagerly.
-
-    Its variants are the ways of sampling, :data:`minikv.engine.sampling.VARIANTS`; the first two
-    are captured at once.
+def step_runner(
+    choice: Any, decoder: Any, attention: AttentionBackend, max_requests: int, progress: bool = True
+) -> GraphRunner:
+    """The runner of an engine's steps; its variants are the ways of sampling,
+    :data:`minikv.engine.sampling.VARIANTS`, of which the first two are captured at once.
 
     Parameters
     ----------
     choice
-        ``"auto"`` (graphs on CUDA with Triton attention) or True (and ``torch.compile`` on the
-        CPU).
+        ``"auto"`` (graphs on CUDA with Triton attention), True (and ``torch.compile`` on the CPU)
+        or False: every step runs as it is.
     decoder, attention
         The model, and the attention backend over its pool.
     max_requests
@@ -58,25 +58,36 @@ def decode_runner(
     StateError
         For True on CUDA with PyTorch attention, which reads lengths on the host in every layer.
     """
-    on_cuda = attention.device.type == "cuda"
-    if attention.backend != "triton" if on_cuda else choice == "auto":
-        if choice == "auto":
-            return None
+    on_cuda, triton = attention.device.type == "cuda", attention.backend == "triton"
+    if choice != "auto" and choice and on_cuda and not triton:
         raise StateError(
-            "graphs=True: attention='torch' cannot be captured on CUDA; use attention='triton' or 'auto'"
+            "graphs=True: attention='torch' cannot be captured on CUDA; use attention='triton' or "
+            "'auto'"
         )
+    wanted = choice
+    if choice == "auto":
+        wanted = on_cuda and triton
     beyond = range(PADDED[-1] + 32, max_requests + 32, 32)
     sizes = capture_batch_sizes(max_requests, sizes=[*PADDED, *beyond] if beyond else None)
-    step = CapturedDecode(decoder, attention) if on_cuda else CompiledDecode(decoder, attention)
-    make = CudaGraphRunner if on_cuda else CompiledRunner
-    buffers = decode_buffers(max_requests, attention.device, decoder.config.vocab_size)
-    options = {
-        "variants": VARIANTS,
-        "later": VARIANTS[2:],
-        "prepare": step.prepare,
-        "watch": step.watched,
-    }
-    return make(step, buffers, sizes, progress=progress, **options)
+    kind: Any = GraphRunner
+    step = ModelStep(decoder, attention)
+    if not wanted:
+        sizes = []
+    elif on_cuda:
+        kind, step = CudaGraphRunner, RecordedStep(decoder, attention)
+    else:
+        kind, step = CompiledRunner, CompiledStep(decoder, attention)
+    return kind(
+        step,
+        decode_buffers(max_requests, attention.device, decoder.config.vocab_size),
+        sizes,
+        variants=VARIANTS,
+        later=VARIANTS[2:],
+        prepare=step.prepare,
+        eager=step.run,
+        watch=step.watched,
+        progress=progress,
+    )
 
 
 def decode_buffers(
@@ -107,129 +118,232 @@ def decode_buffers(
     return made
 
 
-class CapturedDecode:
-    """A decode step for CUDA graphs, by Triton attention."""
+class ModelStep:
+    """A step of the engine.
 
-    lists_on_host = False  # whether the host has a part in laying out the slot lists of every step
+    Parameters
+    ----------
+    decoder, attention
+        The model, and the attention backend over its pool.
+    """
 
     def __init__(self, decoder: Any, attention: AttentionBackend) -> None:
-        self.decoder, self.attention, self.model = (
-            decoder,
-            attention,
-            fused_for(decoder, attention) or decoder,
-        )
+        self.decoder, self.attention = decoder, attention
+        self.fused = fused_for(decoder, attention)
+        self.last_tokens = attention.table.last_tokens
 
-    def prepare(self, host: dict[str, Tensor], size: int) -> None:
-        """What the host works out before each replay: where slot lists begin, and the attention
-        plan."""
-        torch.cumsum(host["seq_lens"], 0, out=host["kv_indptr"][1:])
-        self._plan(host)
+    def run(
+        self, batch: Batch, variant: str, hidden: Hidden = Hidden.NULL, layers: Sequence[int] = ()
+    ) -> Any:
+        """Run any batch as it is.
 
-    def advance(
+        Returns
+        -------
+        Tensor
+            What ``sample`` gives, a row for each sampled request. Asked for hidden states, a pair
+            with those, [requests or tokens, layers, hidden].
+        """
+
+        def there(tensor: Tensor | None) -> Any:
+            return None if tensor is None else to_device(tensor, self.attention.device)
+
+        metadata, keep = self.attention.prepare(batch), self.kept(hidden, layers)
+        token_ids, positions, rows = map(there, (batch.token_ids, batch.positions, batch.rows))
+        logits_at = None
+        if not batch.decode:
+            of_token = batch.rows.repeat_interleave(batch.new_lens)
+            rows, logits_at = there(of_token[batch.logits_at]), there(batch.logits_at)
+            token_ids = newest(token_ids, there(of_token), self.last_tokens)
+        model = self.fused if self.fused and batch.decode else self.decoder
+        out = self.compute(
+            model, self.attention, metadata, token_ids, positions, rows, logits_at, keep,
+            variant, there(batch.knobs), there(batch.mask),
+        )  # fmt: skip
+        if hidden is Hidden.LAST:
+            return out[0], out[1][there(batch.new_lens.cumsum(0) - 1)]
+        return out
+
+    def kept(self, hidden: Hidden, layers: Sequence[int]) -> tuple[int, ...]:
+        """The layers whose outputs a step keeps: those named, or the last."""
+        if hidden is Hidden.NULL:
+            return ()
+        return tuple(layers) or (len(self.decoder.layers) - 1,)
+
+    def compute(
         self,
-        inputs: dict[str, Tensor],
-        tokens: Tensor,
+        model: Any,
+        attention: Any,
+        metadata: Metadata | None,
+        token_ids: Tensor,
+        positions: Tensor,
         rows: Tensor,
-        seq_lens: Tensor,
-        slots: Tensor | None = None,
-    ) -> None:
-        """Prepare the step that follows one of the same requests, in the same buffers.
-
-        The attention plan, which may lag behind, is made anew only where a request begins a page.
+        logits_at: Tensor | None,
+        keep: tuple[int, ...],
+        variant: str,
+        knobs: Tensor | None,
+        mask: Tensor | None,
+    ) -> Any:
+        """The step itself; everything lies on the device.
 
         Parameters
         ----------
-        inputs, tokens, slots
-            As for :func:`minikv.engine.advance.advance`.
-        rows, seq_lens
-            int64 `[n]` on the CPU: table rows, and the new lengths.
+        model, attention, metadata
+            The decoder or its fused form, and through what it attends.
+        token_ids, positions
+            int64 [tokens]; where all rows have one token, an id below 0 is the row's newest token.
+        rows
+            int64 [sampled]: table row of each request that gets a token.
+        logits_at
+            int64 [sampled]: whose logits choose that token; None: each token's.
+        keep
+            Layers whose hidden states are returned, too.
+        variant, knobs, mask
+            How tokens are chosen, see :func:`minikv.engine.sampling.sample`.
         """
-        n, size = rows.shape[0], inputs["rows"].shape[0]
-        advance(inputs, tokens, self.attention.table.table, n, slots)
-        if slots is not None or self.lists_on_host:
-            rows, seq_lens = pad(rows, (0, size - n)), pad(seq_lens, (0, size - n), value=1)
-            self._plan({"rows": rows, "seq_lens": seq_lens, "out_slots": inputs["out_slots"]})
+        if logits_at is None:
+            token_ids = newest(token_ids, rows, self.last_tokens)
+        found = model(token_ids, positions, attention, metadata, logits_at, keep)
+        logits, states = found if keep else (found, None)
+        chosen = self.choose(logits, variant, knobs, mask, rows)
+        return (chosen, states) if keep else chosen
 
-    def _plan(self, host: dict[str, Tensor]) -> None:
-        self.attention.plan_decode(host["seq_lens"])
+    def choose(
+        self,
+        logits: Tensor,
+        variant: str,
+        knobs: Tensor | None,
+        mask: Tensor | None,
+        rows: Tensor,
+    ) -> Tensor:
+        """Tokens for these logits (or the logits), which the next step finds in its column."""
+        if variant == "greedy":
+            return first_max(logits, rows, self.last_tokens)
+        out = sample(logits, variant, knobs, mask)
+        if variant != "logits":
+            self.remember(out, rows)
+        return out
 
-    def __call__(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
-        self.attention.begin_decode_static(inputs["rows"], inputs["kv_indptr"], inputs["out_slots"])
-        logits = self.model(inputs["token_ids"], inputs["positions"], self.attention)
-        return sample(logits, variant, inputs.get("knobs"), inputs.get("mask"))
+    def remember(self, out: Tensor, rows: Tensor) -> None:
+        """Leave chosen tokens, as ``sample`` gives them, for the next step."""
+        tokens = out if out.dim() == 1 else out[:, 0].long()
+        self.last_tokens.index_copy_(0, rows, tokens.clamp_min(0))
+
+    def prepare(self, host: dict[str, Tensor], size: int) -> None:
+        """The host's part of a recorded step: where slot lists begin, and the attention plan."""
+        torch.cumsum(host["seq_lens"], 0, out=host["kv_indptr"][1:])
+        self.attention.plan(host["seq_lens"])
 
     def watched(self) -> dict[str, Tensor]:
-        """Weights and pool: a graph has their addresses, too."""
-        layers = range(self.attention.pool.num_layers)
-        return {
-            **dict(self.decoder.named_parameters()),
-            **{f"pool.k({i})": self.attention.pool.k(i) for i in layers},
-            "table": self.attention.table.table,
-        }
+        """Weights, pool and table: a graph has their addresses, too."""
+        pool = self.attention.pool
+        keys = {f"pool.k({i})": pool.k(i) for i in range(pool.num_layers)}
+        weights = dict(self.decoder.named_parameters())
+        return {**weights, **keys, "table": self.attention.table.table}
 
 
-class CompiledDecode(CapturedDecode):
-    """A decode step for ``torch.compile``: attention and sampling are opaque operations, so the
-    model is one graph.
+class RecordedStep(ModelStep):
+    """A decode step for CUDA graphs, by Triton attention."""
+
+    def __call__(
+        self,
+        inputs: dict[str, Tensor],
+        variant: str,
+        hidden: Hidden = Hidden.NULL,
+        layers: tuple[int, ...] = (),
+    ) -> Any:
+        rows = inputs["rows"]
+        metadata = self.attention.prepare_static(rows, inputs["kv_indptr"], inputs["out_slots"])
+        return self.compute(
+            self.fused or self.decoder, self.attention, metadata,
+            inputs["token_ids"], inputs["positions"], rows, None, self.kept(hidden, layers),
+            variant, inputs.get("knobs"), inputs.get("mask"),
+        )  # fmt: skip
+
+
+class CompiledStep(ModelStep):
+    """A decode step for ``torch.compile``: attention and the choice of tokens are opaque
+    operations, so the model is one graph.
 
     Inductor sees neither the pool nor how it is stored to and read, and cannot reorder either. Nor
     does it generate code for sampling, whose sums would then round differently: a draw is the eager
     one, to the bit.
     """
 
-    lists_on_host = True
-
     def __init__(self, decoder: Any, attention: AttentionBackend) -> None:
         super().__init__(decoder, attention)
-        self.opaque = OpaqueAttention(
-            attention, [layer.self_attn.options for layer in decoder.layers]
-        )
+        self.opaque = OpaqueAttention(attention, super().choose)
 
-    def _plan(self, host: dict[str, Tensor]) -> None:
-        """Lengths are on the host anyway: the batch begins here."""
-        self.attention.begin_decode(host["rows"], host["seq_lens"], host["out_slots"])
+    def prepare(self, host: dict[str, Tensor], size: int) -> None:
+        """Lengths are on the host anyway: the attention backend gets the whole batch there."""
+        self.opaque.prepare(host)
 
-    def __call__(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
-        logits = self.decoder(inputs["token_ids"], inputs["positions"], self.opaque)
-        return (
-            logits
-            if variant == "logits"
-            else _sample(logits, variant, inputs.get("knobs"), inputs.get("mask"))
-        )
+    def choose(
+        self,
+        logits: Tensor,
+        variant: str,
+        knobs: Tensor | None,
+        mask: Tensor | None,
+        rows: Tensor,
+    ) -> Tensor:
+        return torch.ops.minikv.choose(logits, variant, knobs, mask, rows, self.opaque.number)
+
+    def __call__(
+        self,
+        inputs: dict[str, Tensor],
+        variant: str,
+        hidden: Hidden = Hidden.NULL,
+        layers: tuple[int, ...] = (),
+    ) -> Any:
+        return self.compute(
+            self.decoder, self.opaque, None,
+            inputs["token_ids"], inputs["positions"], inputs["rows"], None,
+            self.kept(hidden, layers), variant, inputs.get("knobs"), inputs.get("mask"),
+        )  # fmt: skip
 
 
 class OpaqueAttention:
-    """An attention backend behind one operation that ``torch.compile`` does not look into."""
+    """An attention backend, and the choice of tokens, behind operations that ``torch.compile`` does
+    not look into."""
 
-    def __init__(self, backend: AttentionBackend, options: list[LayerAttention]) -> None:
-        self.backend, self.options = backend, options
-        with _numbering:  # the least free number: an engine built anew has its predecessor's, and finds its code cached
-            self.number = next(n for n in itertools.count() if n not in _backends)
-            _backends[self.number] = self
+    def __init__(self, attention: AttentionBackend, choose: Any = None) -> None:
+        self.attention, self.choose = attention, choose
+        self.metadata: Metadata | None = None
+        # The least free number: an engine built anew has its predecessor's, and finds its code
+        # cached.
+        with _numbering:
+            self.number = next(n for n in itertools.count() if n not in _opaque)
+            _opaque[self.number] = self
 
-    def forward(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: LayerAttention
-    ) -> Tensor:
-        """As ``AttentionBackend.forward``; the options are those that the layer had when this was
-        made."""
+    def prepare(self, host: dict[str, Tensor]) -> None:
+        """Prepare a decode step for the padded inputs of a runner."""
+        rows, seq_lens, out_slots = host["rows"], host["seq_lens"], host["out_slots"]
+        step = StepInputs(rows, seq_lens - 1, seq_lens, out_slots, decode=True)
+        self.metadata = self.attention.prepare(step)
+
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, metadata: None) -> Tensor:
+        """As ``AttentionBackend.forward``, for the step that was prepared last."""
         return torch.ops.minikv.attend(q, k, v, self.number, layer)
 
 
 _numbering = threading.Lock()
-_backends: WeakValueDictionary[int, OpaqueAttention] = WeakValueDictionary()
+_opaque: WeakValueDictionary[int, OpaqueAttention] = WeakValueDictionary()
 
 
-# A step calls this once per layer, and ``torch.library.custom_op`` would add its own checks to each
-# call.
+# A step calls these for every layer, or at least once; ``torch.library.custom_op`` would add its
+# own checks to each call.
 torch.library.define(
     "minikv::attend", "(Tensor q, Tensor k, Tensor v, int backend, int layer) -> Tensor"
+)
+torch.library.define(
+    "minikv::choose",
+    "(Tensor logits, str variant, Tensor? knobs, Tensor? mask, Tensor rows, int step) -> Tensor",
 )
 
 
 @torch.library.impl("minikv::attend", "default")
 def _attend(q: Tensor, k: Tensor, v: Tensor, backend: int, layer: int) -> Tensor:
-    opaque = _backends[backend]
-    return opaque.backend.forward(layer, q, k, v, opaque.options[layer]).contiguous()
+    opaque = _opaque[backend]
+    return opaque.attention.forward(layer, q, k, v, opaque.metadata).contiguous()  # type: ignore[arg-type]
 
 
 @torch.library.register_fake("minikv::attend")
@@ -237,15 +351,21 @@ def _(q: Tensor, k: Tensor, v: Tensor, backend: int, layer: int) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-@torch.library.custom_op("minikv::sample", mutates_args=())
-def _sample(logits: Tensor, variant: str, knobs: Tensor | None, mask: Tensor | None) -> Tensor:
-    return sample(logits, variant, knobs, mask)
+@torch.library.impl("minikv::choose", "default")
+def _choose(
+    logits: Tensor, variant: str, knobs: Tensor | None, mask: Tensor | None, rows: Tensor, step: int
+) -> Tensor:
+    out = _opaque[step].choose(logits, variant, knobs, mask, rows)
+    return out.clone() if out is logits else out
 
 
-@_sample.register_fake
-def _(logits: Tensor, variant: str, knobs: Tensor | None, mask: Tensor | None) -> Tensor:
+@torch.library.register_fake("minikv::choose")
+def _(
+    logits: Tensor, variant: str, knobs: Tensor | None, mask: Tensor | None, rows: Tensor, step: int
+) -> Tensor:
+    if variant == "logits":
+        return torch.empty_like(logits)
     if variant in VARIANTS[3:]:
-        return logits.new_empty(
-            logits.shape[0], 2 + 2 * min(TOP, logits.shape[1]), dtype=torch.float64
-        )
+        width = 2 + 2 * min(TOP, logits.shape[1])
+        return logits.new_empty(logits.shape[0], width, dtype=torch.float64)
     return logits.new_empty(logits.shape[0], dtype=torch.int64)

@@ -46,7 +46,7 @@ class CompiledRunner(GraphRunner):
     def _replay(self, variant: str, size: int, inputs: dict[str, Tensor]) -> Any:
         if self._compiled is not None:
             try:
-                return self._compiled(inputs, variant, self.hidden)
+                return self._compiled(inputs, variant, self.hidden, self.layers)
             except Exception as e:
                 if not _from_compiler(e):
                     raise
@@ -60,7 +60,7 @@ class CompiledRunner(GraphRunner):
                     RuntimeWarning,
                     stacklevel=4,
                 )
-        return self.run_step(inputs, variant, self.hidden)
+        return self.run_step(inputs, variant, self.hidden, self.layers)
 
     def _capture(self, hidden: Hidden) -> None:
         self.hidden = hidden

@@ -93,8 +93,8 @@ class CudaGraphRunner(GraphRunner):
     def _ready(self, variant: str, size: int) -> bool:
         return (variant, size) in self.graphs or variant in self._waiting
 
-    def _make(self, variant: str, hidden: Hidden) -> None:
-        super()._make(variant, hidden)
+    def _make(self, variant: str, hidden: Hidden, layers: tuple[int, ...]) -> None:
+        super()._make(variant, hidden, layers)
         if variant in self._waiting:
             self._record_all([variant])
 
@@ -157,13 +157,13 @@ class CudaGraphRunner(GraphRunner):
         rows."""
         inputs = self._load({}, size, variant)
         step = self._compiled if size <= self.compile_up_to else self.run_step
-        self._recorder.warm_up(lambda: step(inputs, variant, self.hidden), WARM_UPS)
+        self._recorder.warm_up(lambda: step(inputs, variant, self.hidden, self.layers), WARM_UPS)
         self._restore(saved)
         inputs = self._load(
             {}, size, variant
         )  # a step may change its inputs, and the first run may make plans
         return self._recorder.record(
-            lambda: self._shared(variant, step(inputs, variant, self.hidden))
+            lambda: self._shared(variant, step(inputs, variant, self.hidden, self.layers))
         )
 
     def _shared(self, variant: str, out: Any) -> Any:

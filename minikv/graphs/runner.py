@@ -35,12 +35,15 @@ class Hidden(IntEnum):
 class Counters(dict[str, int]):
     """Counters of a runner; ``stats.replays`` is ``stats["replays"]``.
 
-    ``replays`` and ``eager`` count calls, ``captures`` graphs made, ``padded_rows`` rows computed
-    for nobody, and ``graph_bytes`` is the device memory that graphs hold now.
+    ``replays`` counts batches that a graph served, ``eager`` those that one could have served and
+    did not, ``ragged`` those whose requests have other numbers of tokens than a graph's rows;
+    ``captures`` are graphs made, ``padded_rows`` rows that were computed without a request, and
+    ``graph_bytes`` is the device memory that graphs hold now.
     """
 
     def __init__(self) -> None:
         super().__init__(replays=0, eager=0, captures=0, padded_rows=0, graph_bytes=0)
+        self.ragged = 0
 
     def __getattr__(self, name: str) -> int:
         try:
@@ -84,6 +87,13 @@ class GraphRunner:
         Gives further tensors whose addresses matter (weights, pools), for `debug`.
     hidden
         Hidden states that the graphs return from the start.
+    eager
+        ``eager(batch, variant, hidden, layers)``: how a batch runs that no graph serves; by
+        default the step runs on buffers of the batch's size.
+    outputs
+        What the tensors of the step's output count in their first dimension, in the order of the
+        nest: "requests", "tokens" or "nothing", which come back whole. By default those as long as
+        the step has requests, or tokens, count them.
     debug
         Before each replay compare the addresses of all inputs with those at capture.
     progress
@@ -104,6 +114,8 @@ class GraphRunner:
         state: Mapping[str, Tensor] | None = None,
         watch: Callable[[], Mapping[str, Tensor]] = dict,
         hidden: Hidden = Hidden.NULL,
+        eager: Callable[..., Any] | None = None,
+        outputs: Sequence[str] | None = None,
         debug: bool = False,
         progress: bool = True,
     ) -> None:
@@ -116,6 +128,8 @@ class GraphRunner:
         self.variants, self.sizes = tuple(variants), sorted({int(size) for size in batch_sizes})
         self.later = tuple(v for v in self.variants if v in later)
         self.state, self.watch, self.hidden = dict(state or {}), watch, hidden
+        self.layers: tuple[int, ...] = ()  # whose hidden states the graphs return; () is the last
+        self.eager, self.outputs = eager or self._on_buffers, outputs
         self.debug, self.progress = debug, progress
         if not self.variants or tokens_per_row < 1 or (self.sizes and self.sizes[0] < 1):
             value = (self.variants, tokens_per_row, self.sizes)
@@ -177,6 +191,7 @@ class GraphRunner:
         variant: str | None = None,
         *,
         hidden: Hidden = Hidden.NULL,
+        layers: Sequence[int] = (),
         size: int | None = None,
     ) -> Any:
         """Run the step on a batch.
@@ -188,8 +203,9 @@ class GraphRunner:
             for an idle rank's empty batch. Nothing in it is changed.
         variant
             One of `variants`; None takes the first.
-        hidden
-            Hidden states wanted; more than the graphs give captures them anew.
+        hidden, layers
+            Hidden states wanted: of which tokens, and the outputs of which layers (ascending; none
+            named: of the last). More than the graphs give captures them anew.
         size
             Run in this size (see :meth:`agree`) instead of the smallest that fits.
 
@@ -210,41 +226,54 @@ class GraphRunner:
             raise ArgumentError(
                 "variant", variant, f"is not one of {self.variants}; captured: {had}"
             )
+        if self._is_ragged(batch):
+            self.stats.ragged += 1
+            return self.eager(batch, variant, hidden, tuple(layers))
         values, n = self._values(batch, variant)
         if size is not None and (size not in self.sizes or size < n):
             raise ArgumentError("size", size, f"must be one of {self.sizes} that holds {n} rows")
         size = self.bucket(n) if size is None else size
         if size is not None:
-            self._make(variant, hidden)
+            self._make(variant, hidden, tuple(layers))
         if size is None or not self._ready(variant, size):
             self.stats["eager"] += 1
-            mode, size = (
-                hidden,
-                n or (self.sizes or [1])[0],
-            )  # an empty batch needs at least a row to run on
-            out = self.run_step(self._load(values, size, variant), variant, mode)
-        else:
-            with self._range("metadata"):
-                inputs = self._load(values, size, variant)
-            mode, out = self.hidden, self.again(variant, n, inputs, size)
-        if mode is not Hidden.NULL:
-            out, states = out
-            if mode > hidden is Hidden.LAST:
-                states = states[self.tokens_per_row - 1 :: self.tokens_per_row]
-            out = out if hidden is Hidden.NULL else (out, states)
-        return tree_map_only(Tensor, lambda t: self._cut(t, n, size), out)
-
-    def again(self, variant: str, n: int, inputs: dict[str, Tensor], size: int) -> Any:
-        """Replay a graph on what its buffers hold, for `n` of its `size` rows; `inputs` are
-        ``views(size, variant)``.
-
-        For callers that know what lies there, and that the graph was made. The output is the
-        graph's own, with all rows: the next replay overwrites it.
-        """
+            return self.eager(batch, variant, hidden, tuple(layers))
+        with self._range("metadata"):
+            inputs = self._load(values, size, variant)
         self.stats["replays"] += 1
         self.stats["padded_rows"] += size - n
         with self._range(f"{variant} × {size}"):
-            return self._replay(variant, size, inputs)
+            out = self._replay(variant, size, inputs)
+        out = self._less(out, hidden, tuple(layers))
+        return self._cut(out, n, size)
+
+    def _is_ragged(self, batch: Any) -> bool:
+        """Whether requests of an engine's batch have other numbers of new tokens than a graph's
+        rows, as prompts do."""
+        new_lens = getattr(batch, "new_lens", None)
+        if new_lens is None:
+            return False
+        return not batch.decode or bool((new_lens != self.tokens_per_row).any())
+
+    def _on_buffers(self, batch: Any, variant: str, hidden: Hidden, layers: tuple[int, ...]) -> Any:
+        """The step on buffers of the batch's own size, made for it where it is too large."""
+        values, n = self._values(batch, variant)
+        size = n or (self.sizes or [1])[0]  # an empty batch needs a row to run on
+        out = self.run_step(self._load(values, size, variant), variant, hidden, layers)
+        return self._cut(out, n, size)
+
+    def _less(self, out: Any, hidden: Hidden, layers: tuple[int, ...]) -> Any:
+        """Of what a graph returns, the hidden states that are wanted."""
+        if self.hidden is Hidden.NULL:
+            return out
+        out, states = out
+        if hidden is Hidden.NULL:
+            return out
+        if self.hidden > hidden:
+            states = states[self.tokens_per_row - 1 :: self.tokens_per_row]
+        if self.layers != layers:
+            states = states[:, [self.layers.index(layer) for layer in layers]]
+        return out, states
 
     def views(self, size: int, variant: str | None = None) -> dict[str, Tensor]:
         """The static buffers as a step of this size sees them: all, or those that a variant reads."""
@@ -260,12 +289,14 @@ class GraphRunner:
 
     def _ready(self, variant: str, size: int) -> bool:
         """Whether this graph can be replayed (or made when it is first needed)."""
-        raise NotImplementedError
+        return False
 
-    def _make(self, variant: str, hidden: Hidden) -> None:
+    def _make(self, variant: str, hidden: Hidden, layers: tuple[int, ...]) -> None:
         """Make graphs that this call is the first to need."""
-        if hidden > self.hidden:
-            self._capture(hidden)
+        missing = hidden and not set(layers) <= set(self.layers)
+        if hidden > self.hidden or missing:
+            self.layers = tuple(sorted({*self.layers, *layers}))
+            self._capture(max(hidden, self.hidden))
 
     def _replay(self, variant: str, size: int, inputs: dict[str, Tensor]) -> Any:
         """Run a graph on loaded inputs."""
@@ -324,12 +355,19 @@ class GraphRunner:
             self._served[variant] = buffers, _stages(buffers)
         return self._served[variant]
 
-    def _cut(self, tensor: Tensor, n: int, size: int) -> Tensor:
-        """The real rows, in memory that no later call overwrites."""
-        rows = tensor.shape[0] if tensor.dim() else -1
-        per_row = {size: 1, size * self.tokens_per_row: self.tokens_per_row}.get(rows)
-        mine = tensor if per_row is None else tensor[: n * per_row]
-        return mine.clone() if self.outputs_are_static or self._is_static(tensor) else mine
+    def _cut(self, out: Any, n: int, size: int) -> Any:
+        """The real rows of an output, in memory that no later call overwrites."""
+        declared = None if self.outputs is None else iter((*self.outputs, "tokens"))
+
+        def cut(tensor: Tensor) -> Tensor:
+            length = tensor.shape[0] if tensor.dim() else -1
+            per_row = {size: 1, size * self.tokens_per_row: self.tokens_per_row}.get(length, 0)
+            if declared is not None and next(declared) == "nothing":
+                per_row = 0
+            mine = tensor[: n * per_row] if per_row else tensor
+            return mine.clone() if self.outputs_are_static or self._is_static(tensor) else mine
+
+        return tree_map_only(Tensor, cut, out)
 
     def _is_static(self, tensor: Tensor) -> bool:
         """Whether it lies in the memory of a buffer or of the state."""
@@ -348,7 +386,14 @@ def _eagerly(step: Callable[..., Any]) -> Callable[..., Any]:
     It is no method: what compiles it would then keep the runner, and the runner what was compiled.
     """
 
-    def run_step(inputs: Mapping[str, Tensor], variant: str, hidden: Hidden = Hidden.NULL) -> Any:
-        return step(inputs, variant, hidden) if hidden else step(inputs, variant)
+    def run_step(
+        inputs: Mapping[str, Tensor],
+        variant: str,
+        hidden: Hidden = Hidden.NULL,
+        layers: tuple[int, ...] = (),
+    ) -> Any:
+        if not hidden:
+            return step(inputs, variant)
+        return step(inputs, variant, hidden, layers) if layers else step(inputs, variant, hidden)
 
     return run_step

@@ -15,7 +15,7 @@ import torch
 
 from minikv.device import pick_device, synchronize
 from minikv.engine import LLM, SamplingParams
-from minikv.engine.step import CapturedDecode, CompiledDecode, decode_buffers
+from minikv.engine.step import CompiledStep, RecordedStep, decode_buffers
 from minikv.errors import StateError
 from minikv.graphs import CudaGraphRunner
 from minikv.measure.limits import copy_bandwidth
@@ -160,7 +160,7 @@ def _bytes(llm: LLM, batch: int, context: int) -> int:
 
 def _compiled(model: str, llm: LLM, batch: int, new: int) -> dict[str, Any]:
     """The plain decoder by ``torch.compile`` inside a captured graph, attention by our kernels."""
-    step = CompiledDecode(llm.decoder, llm.attention)
+    step = CompiledStep(llm.decoder, llm.attention)
     buffers = decode_buffers(batch, llm.device, llm.config.vocab_size)
     started = perf_counter()
     llm.runner = CudaGraphRunner(
@@ -169,6 +169,7 @@ def _compiled(model: str, llm: LLM, batch: int, new: int) -> dict[str, Any]:
         [batch],
         variants=("greedy",),
         prepare=step.prepare,
+        eager=step.run,
         compile_up_to=batch,
         progress=False,
     )
@@ -237,7 +238,7 @@ class _SmallestFirst(CudaGraphRunner):
 def _captured(llm: LLM, sizes: list[int], order: str) -> dict[str, Any]:
     """Memory and seconds of capturing the greedy graphs of an engine that has none."""
     kind = CudaGraphRunner if order == "largest first" else _SmallestFirst
-    step = CapturedDecode(llm.decoder, llm.attention)
+    step = RecordedStep(llm.decoder, llm.attention)
     buffers = decode_buffers(max(sizes), llm.device, llm.config.vocab_size)
     gc.collect()
     torch.cuda.empty_cache()

@@ -3,15 +3,16 @@ backend's pool."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minikv.attention.backend import AttentionBackend
+from minikv.attention.backend import AttentionBackend, LayerAttention
 from minikv.models.config import ModelConfig
-from minikv.models.layers import MLP, Linear, RMSNorm, SelfAttention
+from minikv.models.layers import MLP, Linear, RMSNorm, SelfAttention, StepContext
 from minikv.models.mla import LatentAttention
 from minikv.models.rope import Rotary
 
@@ -52,38 +53,60 @@ class Decoder(nn.Module):
         token_ids: Tensor,
         positions: Tensor,
         attention: AttentionBackend,
+        metadata: Any,
         logits_at: Tensor | None = None,
-    ) -> Tensor:
+        keep: Sequence[int] = (),
+    ) -> Any:
         """Run all layers on T tokens.
 
         Parameters
         ----------
         token_ids, positions
             int64 [T], requests laid end to end.
-        attention
-            A backend whose ``begin_extend`` or ``begin_decode`` was called for exactly these
-            tokens.
+        attention, metadata
+            A backend over the model's pool, and what its ``prepare`` gave for these tokens.
         logits_at
             int64 [R], the rows whose logits are wanted, such as the last token of each request;
             None means all T.
 
+        keep
+            Layers whose outputs are wanted too, in ascending order (draft heads read them); the
+            last layer's is what the final norm reads.
+
         Returns
         -------
         Tensor
-            Logits [R or T, vocab] in the weights' dtype.
+            Logits [R or T, vocab] in the weights' dtype. With `keep` a pair: the logits, and the
+            hidden states [T, len(keep), hidden].
         """
-        hidden = self.hidden_states(token_ids, positions, attention)
-        return self.logits(hidden if logits_at is None else hidden[logits_at])
+        hidden, kept = self.hidden_states(token_ids, positions, attention, metadata, keep)
+        logits = self.logits(hidden if logits_at is None else hidden[logits_at])
+        return (logits, torch.stack(kept, 1)) if keep else logits
 
     def hidden_states(
-        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend
-    ) -> Tensor:
-        """What the last layer leaves for each token, [T, hidden], before the final norm."""
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        metadata: Any,
+        keep: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What the last layer leaves for each token, [T, hidden], before the final norm; and the
+        same of the layers in `keep`."""
         hidden = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden]
         cos, sin = self.rotary(positions, hidden.dtype)  # [T, 1, d / 2] each
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attention)
-        return hidden
+        context = StepContext(cos, sin, attention, metadata)
+        kept = []
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, context)
+            if i in keep:
+                kept.append(hidden)
+        return hidden, kept
+
+    @property
+    def attention_layers(self) -> list[LayerAttention]:
+        """The attention options of each layer, as the backend takes them."""
+        return [layer.self_attn.options for layer in self.layers]  # type: ignore[union-attr]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output matrix: [R, hidden] -> [R, vocab]."""
@@ -119,10 +142,6 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps, **where)
         self.mlp = MLP(config, **where)
 
-    def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend
-    ) -> Tensor:
-        hidden = hidden + self.self_attn(
-            self.input_layernorm(hidden), cos, sin, attention
-        )  # [T, hidden]
+    def forward(self, hidden: Tensor, context: StepContext) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context)  # [T, hidden]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -7,7 +7,7 @@ Hugging Face checkpoints. In comments: T tokens, Hq and Hk query and KV heads, d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,27 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
+class StepContext(NamedTuple):
+    """What all layers of one step share: the angles of its tokens, and where attention finds keys.
+
+    Attributes
+    ----------
+    cos, sin
+        [T, 1, d / 2] for the positions of the step's tokens.
+    attention, metadata
+        The backend, and what its ``prepare`` gave for the step.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    attention: AttentionBackend
+    metadata: Any
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v, and attend: [T, Hq, d]."""
+        return self.attention.forward(layer, q, k, v, self.metadata)
+
+
 class SelfAttention(nn.Module):
     """Grouped-query attention: projections and positions here, keys, values and scores in the
     attention backend."""
@@ -76,7 +97,7 @@ class SelfAttention(nn.Module):
         )
         self.options = LayerAttention(sliding_window=config.sliding_window[layer], sinks=self.sinks)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, x: Tensor, context: StepContext) -> Tensor:
         rotated = self.q_heads + self.kv_heads
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.d)  # [T, Hq + 2 Hk, d]
         qk, v = qkv[:, :rotated], qkv[:, rotated:]
@@ -84,9 +105,9 @@ class SelfAttention(nn.Module):
             qk = torch.cat(
                 (self.q_norm(qk[:, : self.q_heads]), self.k_norm(qk[:, self.q_heads :])), dim=1
             )
-        qk = rotate(qk, cos, sin)
+        qk = rotate(qk, context.cos, context.sin)
         q, k = qk[:, : self.q_heads], qk[:, self.q_heads :]  # [T, Hq, d], [T, Hk, d]
-        out = attention.forward(self.layer, q, k, v, self.options)  # [T, Hq, d]
+        out = context.attend(self.layer, q, k, v)  # [T, Hq, d]
         return self.o_proj(out.reshape(x.shape[0], -1))
 
 

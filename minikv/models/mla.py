@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minikv.attention.backend import AttentionBackend, LayerAttention
+from minikv.attention.backend import LayerAttention
 from minikv.models.config import ModelConfig
-from minikv.models.layers import Linear, RMSNorm
+from minikv.models.layers import Linear, RMSNorm, StepContext
 from minikv.models.rope import rotate, yarn_mscale
 
 
@@ -49,7 +49,8 @@ class LatentAttention(nn.Module):
             )
         self.options = LayerAttention(sm_scale=sm_scale)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, x: Tensor, context: StepContext) -> Tensor:
+        cos, sin = context.cos, context.sin
         q = (
             self.q_proj(x)
             if self.q_rank is None
@@ -65,8 +66,6 @@ class LatentAttention(nn.Module):
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :]
         q_nope = torch.bmm(q[..., : self.nope].transpose(0, 1), w_uk).transpose(0, 1)  # [T, H, r]
         q = torch.cat((q_nope, rotate(q[..., self.nope :], cos, sin, interleaved=True)), dim=-1)
-        out = attention.forward(
-            self.layer, q, row, row[..., : self.rank], self.options
-        )  # [T, H, r]
+        out = context.attend(self.layer, q, row, row[..., : self.rank])  # [T, H, r]
         out = torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)  # [T, H, v]
         return self.o_proj(out.reshape(x.shape[0], -1))

@@ -9,8 +9,8 @@ import torch
 from cases import Way, assert_close
 from torch import Tensor
 
-from minikv.attention import AttentionBackend, LayerAttention, reference_attention
-from minikv.errors import ArgumentError, StateError
+from minikv.attention import AttentionBackend, LayerAttention, StepInputs, reference_attention
+from minikv.errors import ArgumentError
 from minikv.memory import KVPool, MLAPool, PagedAllocator, RequestTable
 
 PAGE = 4
@@ -42,6 +42,7 @@ class Engine:
             self.table,
             page_size=PAGE,
             q_heads=self.q_heads,
+            layers=layers,
             backend=way.backend,
             max_requests=4,
             **options,
@@ -65,10 +66,8 @@ class Engine:
         slots = self.allocator.alloc_extend(before, self.lens, last_loc, sum(new))
         assert slots is not None
         self.table.write(self.rows, before, self.lens, slots)
-        if decode:
-            self.attention.begin_decode(self.rows, self.lens, slots)
-        else:
-            self.attention.begin_extend(self.rows, before, self.lens, slots)
+        step = StepInputs(self.rows, before, self.lens, slots, decode)
+        self.metadata = self.attention.prepare(step)
         for layer, options in enumerate(self.layers):
             q = torch.randn(sum(new), self.q_heads, self.d).to(self.device)
             k = torch.randn(sum(new), self.kv_heads, self.d).to(self.device)
@@ -77,7 +76,7 @@ class Engine:
                 if self.d_v != self.d
                 else torch.randn(sum(new), self.kv_heads, self.d).to(self.device)
             )
-            got = self.attention.forward(layer, q, k, v, options)
+            got = self.attention.forward(layer, q, k, v, self.metadata)
             assert torch.equal(self.pool.k(layer)[slots], k)
             assert torch.equal(self.pool.v(layer)[slots], v)
             assert_close(got, self.want(layer, q, before, options))
@@ -148,13 +147,14 @@ def test_padded_rows_of_a_graph(way):
     slots = torch.tensor(
         [*(int(engine.table.table[r, n - 1]) for r, n in zip([1, 2], [5, 3], strict=True)), 0, 0]
     )
-    engine.attention.begin_decode(rows, lens, slots.to(way.device))
+    step = StepInputs(rows, lens - 1, lens, slots.to(way.device), decode=True)
+    metadata = engine.attention.prepare(step)
     q, k = (
         torch.randn(4, 4, 16).to(way.device),
         torch.full((4, 2, 16), torch.nan, device=way.device),
     )
     k[:2] = 1.0
-    got = engine.attention.forward(0, q, k, k, LayerAttention())
+    got = engine.attention.forward(0, q, k, k, metadata)
     assert got[:2].isfinite().all()
 
 
@@ -174,16 +174,14 @@ def test_on_the_cpu_padding_is_worked_out_once_per_step_and_kind_of_layer(monkey
 def test_misuse_is_named(way):
     engine = Engine(way, [LayerAttention()])
     q, k = torch.zeros(2, 4, 16, device=way.device), torch.zeros(2, 2, 16, device=way.device)
-    with pytest.raises(StateError, match="begin_extend or begin_decode"):
-        engine.attention.forward(0, q, k, k, LayerAttention())
     engine.add(1)
     with pytest.raises(ArgumentError, match=r"out_slots.*must be \[3\]"):
-        engine.attention.begin_extend(
-            engine.rows, engine.lens, engine.lens + 3, torch.tensor([4, 5], device=way.device)
-        )
+        slots = torch.tensor([4, 5], device=way.device)
+        engine.attention.prepare(StepInputs(engine.rows, engine.lens, engine.lens + 3, slots))
     engine.step([3])
-    with pytest.raises(ArgumentError, match="has 3 tokens"):
-        engine.attention.forward(0, q, k, k, LayerAttention())
+    with pytest.raises(ArgumentError, match="prepared for 3 tokens"):
+        engine.attention.forward(0, q, k, k, engine.metadata)
+    engine = Engine(way, [LayerAttention(sinks=torch.zeros(3, device=way.device))])
+    engine.add(1)
     with pytest.raises(ArgumentError, match="sinks"):
-        engine.attention.forward(0, q[:1].repeat(3, 1, 1), k[:1].repeat(3, 1, 1), k[:1].repeat(3, 1, 1),
-                                 LayerAttention(sinks=torch.zeros(3, device=way.device)))  # fmt: skip
+        engine.step([3])

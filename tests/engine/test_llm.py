@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from minikv import LLM, Error, SamplingParams
-from minikv.engine.options import EagerRunner
 from minikv.errors import ArgumentError
+from minikv.graphs import GraphRunner
 from minikv.measure.request_metrics import read_events, request_metrics
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -489,7 +489,7 @@ def test_options_may_be_numpys_and_pytorchs_numbers(kind):
     )
     assert kept == (4, 64, 2, 32, 3)
     assert {type(size) for size in kept} == {int}
-    assert isinstance(llm.runner, EagerRunner)
+    assert type(llm.runner) is GraphRunner
     assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
     by_bytes = [
         build(kv_tokens=None, kv_memory=memory).allocator.size

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from minikv import LLM
 from minikv.attention import AttentionBackend, LayerAttention
-from minikv.engine.sampling import VARIANTS, sample
-from minikv.engine.step import CapturedDecode, CompiledDecode, OpaqueAttention, decode_buffers
+from minikv.engine.sampling import VARIANTS
+from minikv.engine.step import (
+    CompiledStep,
+    ModelStep,
+    OpaqueAttention,
+    RecordedStep,
+    decode_buffers,
+)
 from minikv.graphs import Buffer, CudaGraphRunner, GraphRunner, Padding
 from minikv.memory import KVPool, PagedAllocator, RequestTable
 
@@ -47,11 +53,12 @@ class PagedLayer:
             self.table,
             page_size=page_size,
             q_heads=HEADS,
+            layers=[LayerAttention(sliding_window=window)],
             backend=backend,
             max_requests=max_requests,
         )
-        self.device, self.layer = device, LayerAttention(sliding_window=window)
-        self.opaque = OpaqueAttention(self.attention, [self.layer])
+        self.device = device
+        self.opaque = OpaqueAttention(self.attention)
         buffers = decode_buffers(max_requests, torch.device(device))
         for name, value in {"q": 0.0, "k": padding_kv, "v": padding_kv}.items():
             buffers[name] = Buffer(
@@ -65,16 +72,16 @@ class PagedLayer:
     def prepare(self, host: dict[str, Tensor], size: int) -> None:
         self.totals.append(int(host["seq_lens"].sum()))
         if self.device == "cpu":
-            return self.attention.begin_decode(host["rows"], host["seq_lens"], host["out_slots"])
+            return self.opaque.prepare(host)
         torch.cumsum(host["seq_lens"], 0, out=host["kv_indptr"][1:])
-        return self.attention.plan_decode(host["seq_lens"])
+        return self.attention.plan(host["seq_lens"])
 
     def step(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
         new = inputs["q"], inputs["k"], inputs["v"]
         if self.device == "cpu":  # one operation, which a tape can repeat
-            return self.opaque.forward(0, *new, self.layer)
-        self.attention.begin_decode_static(inputs["rows"], inputs["kv_indptr"], inputs["out_slots"])
-        return self.attention.forward(0, *new, self.layer)
+            return self.opaque.forward(0, *new, None)
+        static = inputs["rows"], inputs["kv_indptr"], inputs["out_slots"]
+        return self.attention.forward(0, *new, self.attention.prepare_static(*static))
 
     def fill(self, lens: list[int]) -> Tensor:
         """Requests of these lengths with random keys and values; their rows."""
@@ -122,25 +129,23 @@ class PagedLayer:
         return torch.stack(outs).float()
 
 
-class TapedDecode(CompiledDecode):
+class TapedStep(CompiledStep):
     """The engine's decode step as a tape can record it: attention is one operation, sampling is its
     own many."""
 
-    def __call__(self, inputs: dict[str, Tensor], variant: str) -> Tensor:
-        logits = self.decoder(inputs["token_ids"], inputs["positions"], self.opaque)
-        return sample(logits, variant, inputs.get("knobs"), inputs.get("mask"))
+    choose = ModelStep.choose
 
 
 def give_graphs(llm: LLM, sizes: list[int], device: str = "cpu", **options: Any) -> CudaGraphRunner:
     """Let an engine decode through a CUDA graph runner of these sizes; on the CPU through tapes."""
     step = (
-        TapedDecode(llm.decoder, llm.attention)
+        TapedStep(llm.decoder, llm.attention)
         if device == "cpu"
-        else CapturedDecode(llm.decoder, llm.attention)
+        else RecordedStep(llm.decoder, llm.attention)
     )
     rows = llm.scheduler.max_requests
     llm.runner = CudaGraphRunner(
         step, decode_buffers(rows, torch.device(device), llm.config.vocab_size), sizes, variants=VARIANTS,
-        later=VARIANTS[2:], prepare=step.prepare, watch=step.watched, debug=True, progress=False, **options,
+        later=VARIANTS[2:], prepare=step.prepare, eager=step.run, watch=step.watched, debug=True, progress=False, **options,
     )  # fmt: skip
     return llm.runner

@@ -12,7 +12,8 @@ from torch import Tensor
 
 @dataclass
 class DenseAttention:
-    """Keeps each request's keys and values per layer, and attends with a softmax written out."""
+    """Keeps each request's keys and values per layer, and attends with a softmax written out. Its
+    metadata are the options of all layers."""
 
     history: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -22,7 +23,8 @@ class DenseAttention:
         self.spans = list(spans)
         return self
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: Any) -> Tensor:
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layers: Any) -> Tensor:
+        options = layers[layer]
         out, at = [], 0
         for request, count in self.spans:
             old_k, old_v = self.history.get((layer, request), (k[:0], v[:0]))
@@ -54,4 +56,5 @@ class DenseAttention:
 def full_logits(decoder: Any, ids: list[int]) -> Tensor:
     """Logits of every token of one request in one pass."""
     attention = DenseAttention().begin((0, len(ids)))
-    return decoder(torch.tensor(ids), torch.arange(len(ids)), attention)
+    ids_, positions = torch.tensor(ids), torch.arange(len(ids))
+    return decoder(ids_, positions, attention, decoder.attention_layers)

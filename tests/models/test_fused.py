@@ -16,7 +16,7 @@ from fused_twins import (
 )
 from torch import Tensor
 
-from minikv.attention import AttentionBackend
+from minikv.attention import AttentionBackend, StepInputs
 from minikv.kernels.triton import HAVE_TRITON
 from minikv.memory import KVPool, RequestTable
 from minikv.memory.pool_kernels import FP8
@@ -251,7 +251,7 @@ def test_a_fused_step_gives_the_decoders_logits(device, dtype, shape, rows) -> N
     config = SHAPES[shape]
     decoder = random_model(config, seed=1, device=device, dtype=dtype, draw_on="cpu")
     lens = torch.randint(2, 6, (rows,))
-    total, logits, pools = int(lens.sum()), [], []
+    total, logits, pools, hidden = int(lens.sum()), [], [], []
     old = torch.randn(config.num_layers, 2, total, config.kv_heads, config.head_dim).to(
         device, dtype
     )
@@ -259,16 +259,28 @@ def test_a_fused_step_gives_the_decoders_logits(device, dtype, shape, rows) -> N
         pool = KVPool(256, 4, config.num_layers, config.kv_heads, config.head_dim, dtype, device)
         table = RequestTable(rows, 32, device)
         attention = AttentionBackend(
-            pool, table, page_size=4, q_heads=config.q_heads, backend="triton", max_requests=rows
+            pool,
+            table,
+            page_size=4,
+            q_heads=config.q_heads,
+            layers=decoder.attention_layers,
+            backend="triton",
+            max_requests=rows,
         )
         slots = torch.arange(4, 4 + total, device=device)
         taken = table.alloc(rows) or []
         table.write(taken, [0] * rows, lens, slots)
         for i in range(config.num_layers):
             pool.set_kv(i, slots, old[i, 0], old[i, 1])
-        attention.begin_decode(torch.tensor(taken), lens, slots[(lens.cumsum(0) - 1).to(device)])
+        out_slots = slots[(lens.cumsum(0) - 1).to(device)]
+        step = StepInputs(torch.tensor(taken), lens - 1, lens, out_slots, decode=True)
+        metadata = attention.prepare(step)
         tokens = torch.arange(rows, device=device)
-        logits.append(make(decoder)(tokens, (lens - 1).to(device), attention))
+        given = tokens, (lens - 1).to(device), attention, metadata
+        last = config.num_layers - 1
+        out, states = make(decoder)(*given, keep=(0, last) if last else (0,))
+        logits.append(out)
+        hidden.append(states)
         pools.append(
             torch.stack([part(i) for i in range(config.num_layers) for part in (pool.k, pool.v)])
         )
@@ -280,6 +292,8 @@ def test_a_fused_step_gives_the_decoders_logits(device, dtype, shape, rows) -> N
         "rounded at the same places, added up in another order"
     )
     assert apart.square().mean().sqrt() <= bound.get(dtype, 8e-2) / 5
+    assert hidden[0].shape == (rows, min(config.num_layers, 2), config.hidden_size)
+    assert (hidden[0].double() - hidden[1].double()).abs().max() <= bound.get(dtype, 8e-2)
     assert (pools[0].double() - pools[1].double()).abs().max() <= bound.get(dtype, 8e-2)
 
 

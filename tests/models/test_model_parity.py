@@ -129,7 +129,8 @@ def test_chunks_and_decode_equal_one_pass(name: str, tmp_path: Path) -> None:
         pieces = [torch.arange(done[r], done[r] + n) for r, n in spans]
         ids = torch.cat([(a, b)[r][p] for (r, _), p in zip(spans, pieces, strict=True)])
         last = torch.tensor([n for _, n in spans]).cumsum(0) - 1
-        rows.append(decoder(ids, torch.cat(pieces), attention.begin(*spans), logits_at=last))
+        given = attention.begin(*spans), decoder.attention_layers
+        rows.append(decoder(ids, torch.cat(pieces), *given, logits_at=last))
     close = {"rtol": 0, "atol": 2e-5}
     torch.testing.assert_close(rows[-1][0], full_logits(decoder, a.tolist())[-1], **close)
     torch.testing.assert_close(rows[-1][1], full_logits(decoder, b.tolist())[-1], **close)
@@ -161,7 +162,7 @@ def test_gpt_oss_attention_with_sinks_and_window(tmp_path: Path) -> None:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 
     from minikv.models.config import ModelConfig
-    from minikv.models.layers import SelfAttention
+    from minikv.models.layers import SelfAttention, StepContext
     from minikv.models.rope import Rotary
 
     yarn = {**YARN, "truncate": False}
@@ -205,5 +206,6 @@ def test_gpt_oss_attention_with_sinks_and_window(tmp_path: Path) -> None:
         with torch.no_grad():
             want = theirs(x[None], angles, mask)[0][0]
         cos, sin = Rotary(ours_config, torch.device("cpu"))(positions, torch.float32)
-        got = ours(x, cos, sin, DenseAttention().begin((0, 20)))
+        dense = DenseAttention().begin((0, 20))
+        got = ours(x, StepContext(cos, sin, dense, {ours.layer: ours.options}))
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.gpu
 
 def gpu_logits(decoder: Decoder, ids: list[int]) -> torch.Tensor:
     tokens, positions = torch.tensor(ids, device="cuda"), torch.arange(len(ids), device="cuda")
-    return decoder(tokens, positions, DenseAttention().begin((0, len(ids)))).cpu()
+    dense = DenseAttention().begin((0, len(ids)))
+    return decoder(tokens, positions, dense, decoder.attention_layers).cpu()
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2-135m"])

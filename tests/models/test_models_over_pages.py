@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_standins import full_logits
 
+from minikv.attention import StepInputs
 from minikv.attention.backend import AttentionBackend
 from minikv.memory import KVPool, MLAPool, PagedAllocator, RequestTable
 from minikv.models import Decoder, ModelConfig, random_model
@@ -33,7 +34,11 @@ class Paged:
             shape = config.num_layers, config.kv_heads, config.head_dim
             pool = KVPool(size, page_size, *shape, torch.float32, "cpu")
         self.attention = AttentionBackend(
-            pool, self.table, page_size=page_size, q_heads=config.q_heads
+            pool,
+            self.table,
+            page_size=page_size,
+            q_heads=config.q_heads,
+            layers=decoder.attention_layers,
         )
         rows = self.table.alloc(2)
         assert rows
@@ -53,14 +58,18 @@ class Paged:
         for row, a, b in zip(self.rows, old.tolist(), new.tolist(), strict=True):
             self.table.table[row, a:b] = slots[at : at + b - a].int()
             at += b - a
-        self.attention.begin_extend(self.rows, old, new, slots)
+        metadata = self.attention.prepare(StepInputs(self.rows, old, new, slots))
         self.lens = new
         positions = torch.cat(
             [torch.arange(a, b) for a, b in zip(old.tolist(), new.tolist(), strict=True)]
         )
         ends = (new - old).cumsum(0) - 1
         return self.decoder(
-            torch.tensor([i for p in pieces for i in p]), positions, self.attention, logits_at=ends
+            torch.tensor([i for p in pieces for i in p]),
+            positions,
+            self.attention,
+            metadata,
+            logits_at=ends,
         )
 
     def decode(self, a: int, b: int) -> torch.Tensor:
@@ -71,8 +80,9 @@ class Paged:
         slots = self.allocator.alloc_decode(self.lens, last)
         assert slots is not None
         self.table.table[self.rows, self.lens - 1] = slots.int()
-        self.attention.begin_decode(self.rows, self.lens, slots)
-        return self.decoder(torch.tensor([a, b]), self.lens - 1, self.attention)
+        step = StepInputs(self.rows, self.lens - 1, self.lens, slots, decode=True)
+        metadata = self.attention.prepare(step)
+        return self.decoder(torch.tensor([a, b]), self.lens - 1, self.attention, metadata)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

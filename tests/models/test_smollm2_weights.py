@@ -68,7 +68,8 @@ def test_greedy_text_equals_transformers(ours: Model, theirs) -> None:
     attention, got, new = DenseAttention(), [], torch.tensor(ids)
     for _ in want:
         at = len(ids) + len(got) - len(new) if got else 0
-        logits = ours.decoder(new, torch.arange(at, at + len(new)), attention.begin((0, len(new))))
+        given = attention.begin((0, len(new))), ours.decoder.attention_layers
+        logits = ours.decoder(new, torch.arange(at, at + len(new)), *given)
         new = logits[-1:].argmax(-1)
         got.append(int(new))
     assert got == want

@@ -20,13 +20,14 @@ down, sum               1           1                           1, cuBLAS
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.attention.backend import AttentionBackend
+from minikv.attention.backend import AttentionBackend, Metadata
 from minikv.models.decoder import Decoder
 from minikv.models.fused.between import add_norm, silu_mul
 from minikv.models.fused.few_rows import MOST_ROWS, add_parts, multiply
@@ -45,8 +46,7 @@ def fused_for(decoder: Decoder, attention: AttentionBackend) -> FusedDecoder | N
 
 
 class FusedDecoder:
-    """Calls like :class:`Decoder`, for batches that ``begin_decode`` or ``begin_decode_static``
-    began.
+    """Calls like :class:`Decoder`, for decode steps.
 
     Parameters
     ----------
@@ -63,47 +63,75 @@ class FusedDecoder:
             angles = decoder.rotary(torch.arange(longest, device=weight.device), weight.dtype)
         self.cos, self.sin = (part.view(longest, -1).contiguous() for part in angles)
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        """Logits [rows, vocab] of one new token per row, as ``Decoder.forward`` gives them."""
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        metadata: Metadata,
+        logits_at: None = None,
+        keep: Sequence[int] = (),
+    ) -> Any:
+        """Logits [rows, vocab] of one new token per row, and the hidden states in `keep`, as
+        ``Decoder.forward`` gives them."""
         hidden = F.embedding(token_ids, self.decoder.embed_tokens.weight)  # [rows, hidden]
-        return (self._one if token_ids.shape[0] == 1 else self._several)(
-            hidden, positions, attention
-        )
+        run = self._one if token_ids.shape[0] == 1 else self._several
+        kept: list[Tensor] = []
 
-    def _one(self, hidden: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        for layer in self.decoder.layers:
+        def attend(attn: SelfAttention, qkv: Tensor) -> Tensor:
+            return self._attend(attn, qkv, positions, attention, metadata)
+
+        def note(layer: int, states: Tensor) -> None:
+            if layer in keep:
+                kept.append(states)
+
+        logits = run(hidden, attend, note)
+        return (logits, torch.stack(kept, 1)) if keep else logits
+
+    def _one(
+        self, hidden: Tensor, attend: Callable[..., Tensor], note: Callable[[int, Tensor], None]
+    ) -> Tensor:
+        for i, layer in enumerate(self.decoder.layers):
             attn, mlp, before, after = _parts(layer)
             qkv = project(
                 hidden, attn.qkv_proj.weight, attn.qkv_proj.bias, norm=before.weight, eps=before.eps
             )
-            out = self._attend(attn, qkv, positions, attention)
+            out = attend(attn, qkv)
             hidden = project(out, attn.o_proj.weight, attn.o_proj.bias, residual=hidden)
             gated = project(
                 hidden, mlp.gate_up_proj.weight, norm=after.weight, eps=after.eps, gated=True
             )
             hidden = project(gated, mlp.down_proj.weight, residual=hidden)
+            note(i, hidden)
         final = self.decoder.norm
         return project(hidden, self.decoder.lm_head.weight, norm=final.weight, eps=final.eps)
 
-    def _several(self, hidden: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def _several(
+        self, hidden: Tensor, attend: Callable[..., Tensor], note: Callable[[int, Tensor], None]
+    ) -> Tensor:
         few = hidden.shape[0] <= MOST_ROWS
         times = multiply if few else by_cublas
         delta = None  # what the last product left to add to the stream: the next norm's kernel does
-        for layer in self.decoder.layers:
+        for i, layer in enumerate(self.decoder.layers):
             attn, mlp, before, after = _parts(layer)
             x, hidden = add_norm(hidden, delta, before.weight, before.eps, few)
-            out = self._attend(
-                attn, times(x, attn.qkv_proj.weight, attn.qkv_proj.bias), positions, attention
-            )
+            note(i - 1, hidden)
+            out = attend(attn, times(x, attn.qkv_proj.weight, attn.qkv_proj.bias))
             delta = times(out, attn.o_proj.weight, attn.o_proj.bias)
             x, hidden = add_norm(hidden, delta, after.weight, after.eps, few)
             delta = times(times(x, mlp.gate_up_proj.weight, gated=True), mlp.down_proj.weight)
         final = self.decoder.norm
-        x, _ = add_norm(hidden, delta, final.weight, final.eps, few)
+        x, hidden = add_norm(hidden, delta, final.weight, final.eps, few)
+        note(len(self.decoder.layers) - 1, hidden)
         return add_parts(times(x, self.decoder.lm_head.weight), x.dtype)
 
     def _attend(
-        self, attn: SelfAttention, qkv: Tensor, positions: Tensor, attention: AttentionBackend
+        self,
+        attn: SelfAttention,
+        qkv: Tensor,
+        positions: Tensor,
+        attention: AttentionBackend,
+        metadata: Metadata,
     ) -> Tensor:
         """Attention's output [rows, q_heads * d] for the projection of each row."""
         norms: dict[str, Any] = {}
@@ -114,12 +142,12 @@ class FusedDecoder:
                 "eps": attn.q_norm.eps,
             }
         pool, i, rows = attention.pool, attn.layer, qkv.shape[-2]
-        slots, layer = attention.out_slots, (pool.k(i), pool.v(i))
+        slots, layer = metadata.out_slots, (pool.k(i), pool.v(i))
         few = rows <= MOST_ROWS
         q = rotate_and_store(
             qkv, self.cos, self.sin, positions, slots, *layer, **norms, dependent=few
         )
-        return attention.decode_stored(i, q, attn.options, early=few).view(rows, -1)
+        return attention.decode(i, q, metadata, early=few).view(rows, -1)
 
 
 def by_cublas(
