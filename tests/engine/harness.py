@@ -8,6 +8,7 @@ at a wrong position changes the text, and the right text needs no engine to be k
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import numpy as np
 
@@ -151,3 +152,17 @@ class Engine:
 
     def texts(self) -> list[list[int]]:
         return [r.output_ids.tolist() for r in self.requests]
+
+
+class Around:
+    """A runner whose calls go through a function; all else is the runner's own."""
+
+    def __init__(self, runner: Any, call: Any, **changed: Any) -> None:
+        self._runner, self._call = runner, call
+        self.__dict__.update(changed)
+
+    def __call__(self, batch: Any, variant: str) -> Any:
+        return self._call(batch, variant)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)

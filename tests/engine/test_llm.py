@@ -9,6 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
+from harness import Around
 
 from minikv import LLM, Error, SamplingParams
 from minikv.errors import ArgumentError
@@ -313,16 +314,16 @@ def test_logprobs_one_per_token(llm):
 
 
 def test_nan_logits_end_one_request_only(llm, monkeypatch, alone):
-    forward, step = llm._forward, [0]
+    runner, step = llm.runner, [0]
 
     def poisoned(batch, variant):
-        logits = forward(batch, variant).clone()
+        logits = runner(batch, variant).clone()
         step[0] += 1
         if step[0] == 3:
             logits[1] = torch.nan
         return logits
 
-    monkeypatch.setattr(llm, "_forward", poisoned)
+    monkeypatch.setattr(llm, "runner", Around(runner, poisoned, variants=("logits",)))
     outs = llm.generate([[1, 2], [3, 4], [5, 6]], GREEDY)
     assert [o.finish_reason for o in outs] == ["length", "error", "length"]
     assert "NaN" in outs[1].error
@@ -335,16 +336,16 @@ def test_nan_logits_end_one_request_only(llm, monkeypatch, alone):
 
 @pytest.mark.parametrize("after", range(4))
 def test_an_interrupt_leaves_a_working_engine(llm, monkeypatch, alone, after):
-    forward, calls = llm._forward, [0]
+    runner, calls = llm.runner, [0]
 
     def interrupted(batch, variant):
         calls[0] += 1
         if calls[0] == after + 1:
             raise KeyboardInterrupt
-        return forward(batch, variant)
+        return runner(batch, variant)
 
     waiting = llm.add([9, 9, 9], GREEDY)
-    monkeypatch.setattr(llm, "_forward", interrupted)
+    monkeypatch.setattr(llm, "runner", Around(runner, interrupted))
     with pytest.raises(KeyboardInterrupt):
         llm.generate([list(range(40)), [1, 2]], GREEDY)
     tokens = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from harness import Around
 from worlds import give_graphs
 
 from minikv import LLM, SamplingParams
@@ -328,19 +329,19 @@ def test_a_step_waits_for_the_device_only_to_read_its_tokens(mix) -> None:
     llm = engine("cuda", graphs=True)
     params = many(MIXES[mix], max_tokens=12)
     want = outputs(llm, params)  # captures what is captured when first asked for
-    advance, read = llm._forward, llm.sampler.read
+    runner, read = llm.runner, llm.sampler.read
 
     def forward(batch, variant):
-        if batch.kind != "decode":
-            return advance(batch, variant)
+        if not batch.decode:
+            return runner(batch, variant)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return advance(batch, variant)
+            return runner(batch, variant)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     reads = []
     llm.sampler.read = lambda out, requests: (reads.append(out.shape), read(out, requests))[1]
-    llm._forward = forward
+    llm.runner = Around(runner, forward)
     assert outputs(llm, params) == want
     assert len(reads) >= 11
