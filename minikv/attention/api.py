@@ -101,8 +101,8 @@ def extend_attention(
         Multiply what is read from the pool; the new `k` and `v` are not scaled.
     page_size
         A promise about `kv_indices`: each list (without `window_start`) is whole pages of
-        neighbouring slots, the last one cut short. Pages of 64 and more are then loaded by Hopper's
-        copy engine.
+        neighbouring slots, the last one cut short. Pages that are a multiple of the kernel's key
+        tile (64 keys; 128 for heads of up to 64) are then loaded by Hopper's copy engine.
     max_extend_len
         The longest request's new tokens, or a bound of it, if the caller knows: spares a search per
         program.

@@ -86,8 +86,8 @@ def find_request(
 def tile_rows(
     keys, tile, begin, end, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Positions [N] of the keys of a tile, and the rows where they lie; of a WHOLE tile of the pool,
-    which a descriptor loads, the row of the first."""
+    """Positions [N] of the keys of a tile, and the rows where they lie. WHOLE tiles of the pool are
+    loaded by descriptor: they have one row, that of the first key."""
     kv_pos = keys.origin + tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = keys.base + kv_pos
     if keys.slots is not None:
@@ -105,9 +105,9 @@ def tile_rows(
 def what_is_seen(
     queries, kv_pos, mask_rows, bounds, window, CAUSAL: tl.constexpr, BEGIN: tl.constexpr
 ):
-    """Masks of a tile: which query sees which key, which keys exist, and which values somebody
-    sees: a masked key has weight 0, but 0 * NaN is NaN, so the others are replaced by 0 as they
-    load."""
+    """Masks of a tile: which query sees which key [M, N] or [1, N], which keys exist [N], and which
+    values a query sees [N]. A masked key has weight 0, but 0 * NaN is NaN: keys and values outside
+    these masks are replaced by 0 as they load."""
     begin, end, mask_from = bounds
     live = kv_pos < end
     if BEGIN:
@@ -166,7 +166,7 @@ def attend(
     columns = tl.arange(0, BLOCK_D)
     v_columns = tl.arange(0, BLOCK_DV)
     first_tile = first + tl.where(head_tiles > 0, 0, gap)
-    WHOLE: tl.constexpr = keys.k_desc is not None and not MASKED
+    WHOLE: tl.constexpr = keys.k_desc is not None and not MASKED  # type: ignore
     kv_pos, row = tile_rows(keys, first_tile, begin, end, BLOCK_N, True, WHOLE)
     for i in range(num_tiles):
         if MASKED:
@@ -190,7 +190,7 @@ def attend(
             tile_row = keys.base + keys.origin + (first + i) * BLOCK_N
             if keys.slots is not None:
                 tile_row = row
-            k = keys.k_desc.load([tile_row, keys.column * D])
+            k = keys.k_desc.load([tile_row, keys.column * D])  # type: ignore
             v = keys.v_desc.load([tile_row, keys.column * DV])
         qk = tl.dot(queries.tile, k.T, input_precision="ieee")
         if BLOCK_D < D:

@@ -254,11 +254,13 @@ def _run(slots: Tensor) -> slice | Tensor:
 
 def _temperature(q_pos: Tensor, request: Tensor, opts: Options) -> Tensor:
     """fp32 [n, N]: what multiplies the scores of each query."""
-    pos = q_pos if opts.window_start is None else q_pos + opts.window_start[request]
     length = opts.xai_temperature_len
+    if opts.window_start is not None:
+        q_pos = q_pos + opts.window_start[request]
     if opts.xai_temperature_rule == "log":
-        return torch.where(pos > length, pos.clamp(min=1).float().log2() / math.log2(length), 1.0)
-    return torch.where(pos >= length, length / (pos + 1.0), 1.0)
+        factor = q_pos.clamp(min=1).float().log2() / math.log2(length)
+        return torch.where(q_pos > length, factor, 1.0)
+    return torch.where(q_pos >= length, length / (q_pos + 1.0), 1.0)
 
 
 # ---- from rectangles to results

@@ -4,13 +4,13 @@ option in turn.
 Nothing here is fast. Every implementation is tested against this one function, and this one against
 numbers worked out by hand. It covers all three forms:
 
-=========  =============================================  =====================================================
-form       call                                           keys of a request
-=========  =============================================  =====================================================
-extend     ``k, v, qo_indptr`` given                      its list (the prefix), then its rows of k and v
-unified    ``qo_indptr, prefix_lens`` given               its list, which holds prefix and new tokens
-decode     none of them                                   its list, whose last entry is the query's own token
-=========  =============================================  =====================================================
+=======  ================================  ====================================================
+form     call                              keys of a request
+=======  ================================  ====================================================
+extend   ``k, v, qo_indptr`` given         its list (the prefix), then its rows of k and v
+unified  ``qo_indptr, prefix_lens`` given  its list, which holds prefix and new tokens
+decode   none of them                      its list, whose last entry is the query's own token
+=======  ================================  ====================================================
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ def reference_attention(
 
     Examples
     --------
-    >>> keys, values = torch.zeros(3, 1, 16), torch.tensor([0.0, 1.0, 2.0]).view(3, 1, 1)  # equal scores: plain means
-    >>> out, lse = reference_attention(
-    ...     torch.zeros(1, 1, 16), keys, values, torch.tensor([0, 3]), torch.tensor([0, 1, 2]), sliding_window=1
-    ... )
+    Equal scores: plain means.
+
+    >>> q, keys, values = torch.zeros(1, 1, 16), torch.zeros(3, 1, 16), torch.arange(3.0)
+    >>> lists = torch.tensor([0, 3]), torch.tensor([0, 1, 2])
+    >>> out, lse = reference_attention(q, keys, values.view(3, 1, 1), *lists, sliding_window=1)
     >>> out.item(), math.exp(lse.item())
     (1.5, 2.0)
     """

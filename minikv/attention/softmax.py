@@ -6,8 +6,9 @@ online softmax. The softmax works with powers of two, because the hardware has `
 ``exp``: ``log2(e)`` is folded into the factor that multiplies a score anyway. The one trap is the
 cap, which acts on the natural logit, so what is folded goes outside the ``tanh``::
 
-    score in powers of two = x * factor      without cap: x = q.k               factor = scale * temperature * log2(e)
-                                             with cap c:  x = tanh(q.k*scale/c) factor = c     * temperature * log2(e)
+    score in powers of two = x * factor
+        without cap: x = q.k                 factor = scale * temperature * log2(e)
+        with cap c:  x = tanh(q.k*scale/c)   factor = c     * temperature * log2(e)
 
 The running maximum, sum and rescaling are the online softmax of Milakov and Gimelshein (2018),
 tiled as in FlashAttention (Dao et al., 2022); taking the maximum before the multiplication leaves
@@ -21,8 +22,8 @@ from minikv.kernels.triton import tl, triton
 
 @triton.jit
 def tanh(x):
-    """tanh from an exponential that cannot overflow: ``e = exp(-2|x|)`` lies in [0, 1]. Near 0, where
-    ``1 - e`` loses its digits, a polynomial fitted to ``(tanh(x) / x - 1) / x^2`` on [0, 0.55]."""
+    """tanh from an exponential that cannot overflow: ``e = exp(-2|x|)`` lies in [0, 1]. Near 0,
+    where ``1 - e`` loses its digits, ``x + x^3 p(x^2)`` with p fitted on [0, 0.55] (error 1e-7)."""
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
     t = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -141,7 +142,7 @@ def normaliser(m_i, l_i, sink):
 
 @triton.jit
 def head_columns(BLOCK_D: tl.constexpr, BLOCK_TAIL: tl.constexpr):
-    """Column numbers of a head's main and tail block; 80 = 64 + 16, 192 = 128 + 64, 576 = 512 + 64."""
+    """Column numbers of a head's main and tail block: 80 = 64 + 16, 576 = 512 + 64."""
     return tl.arange(0, BLOCK_D), BLOCK_D + tl.arange(0, BLOCK_TAIL if BLOCK_TAIL > 0 else 16)
 
 

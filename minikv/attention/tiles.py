@@ -70,7 +70,7 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def head_sizes(d: int, d_v: int) -> dict[str, int]:
+def head_sizes(d: int, d_v: int) -> dict[str, Any]:
     """The constexpr parameters of all attention kernels that say how wide heads are."""
     block_d, block_tail = head_blocks(d)
     blocks = {"BLOCK_D": block_d, "BLOCK_TAIL": block_tail, "BLOCK_DV": max(16, power_of_two(d_v))}
@@ -112,11 +112,9 @@ def extend_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch.
     if capability >= (9, 0) and dtype.itemsize == 2 and widest <= 192 and d_v <= 128:
         if widest <= 64:
             return Tiles(64, 128, 4, 3, descriptors=True)
-        return (
-            Tiles(64, 64, 4, 3, descriptors=True)
-            if widest <= 128
-            else Tiles(128, 64, 8, 3, descriptors=True)
-        )
+        if widest <= 128:
+            return Tiles(64, 64, 4, 3, descriptors=True)
+        return Tiles(128, 64, 8, 3, descriptors=True)
     return unified_tiles(capability, d_qk, d_v, dtype)
 
 
@@ -131,28 +129,32 @@ def unified_tiles(capability: tuple[int, int], d_qk: int, d_v: int, dtype: torch
     """
     columns = sum(head_blocks(d_qk)) + max(16, power_of_two(d_v))
     if dtype.itemsize == 4 or capability < (8, 0):
-        small = 16 if columns > 256 or capability < (8, 0) else 32
-        return Tiles(small, 32 if columns <= 256 else 16, 4 if columns <= 256 else 8, 1)
+        if columns > 256:
+            return Tiles(16, 16, 8, 1)
+        return Tiles(16 if capability < (8, 0) else 32, 32, 4, 1)
     if columns > 576:  # MLA
         return Tiles(32, 32, 8, 1)
-    hopper, wide = capability >= (9, 0), 256 < columns <= 320
-    block_m, block_n = 128 if wide else 64, 64 if columns <= 320 else 32
-    free = shared_bytes(capability) // (
-        2 if hopper and columns <= 256 else 1
-    )  # two programs share a processor
-    held = 2 * block_n * columns
-    stages = max(
-        1, min(3 if columns <= 320 else 2, (free - 2 * block_m * sum(head_blocks(d_qk))) // held)
-    )
+    block_m, block_n, stages = 64, 64, 3
+    hopper, free = capability >= (9, 0), shared_bytes(capability)
+    if columns > 320:
+        block_n, stages = 32, 2
+    elif columns > 256:
+        block_m = 128
+    elif hopper:
+        free //= 2  # two programs share a processor
+    query_bytes, tile_bytes = 2 * block_m * sum(head_blocks(d_qk)), 2 * block_n * columns
+    stages = max(1, min(stages, (free - query_bytes) // tile_bytes))
     # With a tail block, 8 warps, few rows and an fp8 pool, Triton 3.6 compiles the tail's product
     # to wild reads.
-    few = not wide and (columns <= 256 or head_blocks(d_qk)[1] > 0)
+    few = block_m == 64 and (columns <= 256 or head_blocks(d_qk)[1] > 0)
     return Tiles(block_m, block_n, 4 if few else 8, stages, descriptors=hopper and columns <= 320)
 
 
-# --- tensor descriptors: Hopper's copy engine loads a whole tile by one instruction of one thread.
-# Through pointers every thread works out addresses and issues its own 16-byte copies; that costs
-# extend 5 to 20 %. A descriptor wants a rectangle: new keys are one, and so are the slots of a page.
+# --- tensor descriptors ---
+#
+# With them Hopper's copy engine loads a whole tile by one instruction of one thread. Through
+# pointers every thread works out addresses and issues its own 16-byte copies; that costs extend 5
+# to 20 %. A descriptor wants a rectangle: new keys are one, and so are the slots of a page.
 
 
 def row_descriptors(k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Any, Any]:
@@ -224,11 +226,9 @@ class DecodeTiles:
 
     def for_programs(self, programs: int, processors: int) -> DecodeTiles:
         """These tiles, or the ones for a crowded chip, for a batch of so many uncut programs."""
-        if (
-            self.crowded
-            and self.resident * processors < programs <= self.crowded.resident * processors
-        ):
-            return self.crowded
+        crowded = self.crowded
+        if crowded and self.resident * processors < programs <= crowded.resident * processors:
+            return crowded
         return self
 
     def programs(self, q_heads: int, kv_heads: int) -> int:
@@ -255,11 +255,9 @@ def decode_tiles(
     key_bytes, block_h = columns * item_bytes, min(max(16, power_of_two(group)), 64)
     small = shared_bytes(capability) < 128 * 1024
     if item_bytes == 4:  # without tensor cores a dot lives in registers
-        return (
-            DecodeTiles(16, 64, 4, 3)
-            if key_bytes <= 512
-            else DecodeTiles(16, 16, 4 if columns <= 512 else 8, 2)
-        )
+        if key_bytes <= 512:
+            return DecodeTiles(16, 64, 4, 3)
+        return DecodeTiles(16, 16, 4 if columns <= 512 else 8, 2)
     if columns > 512:  # MLA
         wide = DecodeTiles(min(block_h, 32), 32, 8, 2, per_processor=1, resident=1)
         return wide if small else DecodeTiles(block_h, 64, 8, 2, per_processor=1, resident=1)

@@ -95,8 +95,8 @@ def unified_kernel(
         position   0          BLOCK_N    2 BLOCK_N   prefix = P      P + new
                    +----------+----------+-----------:----+----------:
         tile 0     |  (cached: not computed in this call) |          :
-        tile 1     | no mask  | no mask  |   mask    :    |          :   rows before P belong to no query here
-        tile 2     | no mask  | no mask  | no mask   :no m|   mask   :   rows past P + new neither
+        tile 1     | no mask  | no mask  |   mask    :    |          :   rows before P and past
+        tile 2     | no mask  | no mask  | no mask   :no m|   mask   :   P + new have no query
                    +----------+----------+-----------:----+----------:
 
     Where P lies decides which rows of a tile are stored, never what a row computes: which tiles are

@@ -1,4 +1,4 @@
-"""The Triton decode kernels against the oracle: interpreted on the CPU, compiled with ``-m gpu``."""
+"""The Triton decode kernels against the oracle: interpreted on the CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_half_precision(device):
     check(case_of([130, 17], dtype=torch.float16, d=32, device=device), num_kv_splits=2)
 
 
-# --- compiled only ---------------------------------------------------------------------------------------------------
+# --- compiled only ---
 
 
 @pytest.mark.gpu

@@ -230,9 +230,16 @@ def test_pages_that_hold_whole_tiles(device, name, monkeypatch):
         bits = {}
         for promised in (page_size, 1):
             case = make_case(
-                prefix, new, q_heads=2, kv_heads=2, d=64, dtype=torch.float16, page_size=page_size, device=device,
+                prefix,
+                new,
+                q_heads=2,
+                kv_heads=2,
+                d=64,
+                dtype=torch.float16,
+                page_size=page_size,
+                device=device,
                 **OPTION_SETS[name],
-            )  # fmt: skip
+            )
             case.options["page_size"] = promised
             asked.clear()
             check_case(case, "triton")
@@ -252,9 +259,17 @@ def test_fp8_pool(d, d_v, device):
     """Head sizes with and without a tail block, through the tiles of each."""
     for seed, (prefix, new) in enumerate([([100], [70]), ([31, 176, 33], [1, 53, 29])]):
         case = make_case(
-            prefix, new, d=d, d_v=d_v, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=2.0,
-            seed=seed, device=device,
-        )  # fmt: skip
+            prefix,
+            new,
+            d=d,
+            d_v=d_v,
+            dtype=torch.bfloat16,
+            kv_dtype=torch.float8_e4m3fn,
+            k_scale=0.5,
+            v_scale=2.0,
+            seed=seed,
+            device=device,
+        )
         check(case)
 
 

@@ -18,7 +18,7 @@ HALF = torch.zeros(64, 2, 128, dtype=torch.float16)  # its tiles for a crowded c
 
 
 def items_of(plan: AttentionPlan, lengths: list[int]) -> list[tuple[int, int, int, int]]:
-    """(request, first key, end, row) of each used item, ends cut to the request as the kernel does."""
+    """(request, first key, end, row) of each used item, its end cut to the request's."""
     return [(r, lo, min(hi, lengths[r]), row) for r, lo, hi, row in plan.items.tolist() if r >= 0]
 
 

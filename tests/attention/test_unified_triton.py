@@ -46,7 +46,8 @@ def test_lists_that_hold_only_the_window(device):
     whole = extend_attention_unified(*case.unified_args(), **case.options, backend="triton")
     for dropped in (1, 75):
         trimmed = extend_attention_unified(
-            case.q, case.k_cache, case.v_cache, case.qo_indptr, case.kv_indptr - torch.tensor([0, dropped]).to(device),
+            case.q, case.k_cache, case.v_cache, case.qo_indptr,
+            case.kv_indptr - torch.tensor([0, dropped]).to(device),
             case.kv_indices[dropped:], case.prefix_lens - dropped, **case.options,
             window_start=torch.tensor([dropped], device=device), backend="triton",
         )  # fmt: skip

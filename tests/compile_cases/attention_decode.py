@@ -1,4 +1,4 @@
-"""Decode kernels: head shapes, each option alone and all together, on the chips that readers have."""
+"""Decode kernels: head shapes, each option alone and all together, on readers' chips."""
 
 from __future__ import annotations
 
