@@ -313,8 +313,8 @@ class AttentionBackend:
         if opts is None:
             arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
             arguments |= dict(zip(("kv_indptr", "kv_indices"), lists, strict=True))
-            if metadata.qo_indptr is not None:
-                arguments["qo_indptr"] = metadata.qo_indptr
+            given = {"qo_indptr": metadata.qo_indptr, "prefix_lens": metadata.prefix_lens, **new}
+            arguments |= {name: tensor for name, tensor in given.items() if tensor is not None}
             opts = self._options[options] = check({**arguments, **settings})
         key = (opts.sliding_window, opts.xai_temperature_len)
         if key not in metadata.rectangles:

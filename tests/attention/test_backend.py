@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cases import Way, assert_close
+from cases import Way, assert_close, random_mask
 from torch import Tensor
 
 from minikv.attention import AttentionBackend, LayerAttention, StepInputs, reference_attention
@@ -55,7 +56,7 @@ class Engine:
         self.rows = torch.cat((self.rows, torch.tensor(rows)))
         self.lens = torch.cat((self.lens, torch.zeros(requests, dtype=torch.int64)))
 
-    def step(self, new: list[int], decode: bool = False) -> None:
+    def step(self, new: list[int], decode: bool = False, **masks: Tensor) -> None:
         """Append `new[i]` tokens to request i and check every layer's output."""
         before, self.lens = self.lens, self.lens + torch.tensor(new)
         last = [
@@ -66,7 +67,9 @@ class Engine:
         slots = self.allocator.alloc_extend(before, self.lens, last_loc, sum(new))
         assert slots is not None
         self.table.write(self.rows, before, self.lens, slots)
-        step = StepInputs(self.rows, before, self.lens, slots, decode)
+        step: Any = StepInputs(self.rows, before, self.lens, slots, decode)
+        if masks:
+            step = SimpleNamespace(**step._asdict(), new_lens=step.new_lens, **masks)
         self.metadata = self.attention.prepare(step)
         for layer, options in enumerate(self.layers):
             q = torch.randn(sum(new), self.q_heads, self.d).to(self.device)
@@ -79,9 +82,11 @@ class Engine:
             got = self.attention.forward(layer, q, k, v, self.metadata)
             assert torch.equal(self.pool.k(layer)[slots], k)
             assert torch.equal(self.pool.v(layer)[slots], v)
-            assert_close(got, self.want(layer, q, before, options))
+            assert_close(got, self.want(layer, q, before, options, **masks))
 
-    def want(self, layer: int, q: Tensor, before: Tensor, options: LayerAttention) -> Tensor:
+    def want(
+        self, layer: int, q: Tensor, before: Tensor, options: LayerAttention, **masks: Tensor
+    ) -> Tensor:
         def indptr(lens: Tensor) -> Tensor:
             return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(self.device)
 
@@ -100,7 +105,17 @@ class Engine:
             qo_indptr=indptr(self.lens - before),
             prefix_lens=before.to(self.device),
             **vars(options),
+            **masks,
         )[0]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_may_bring_a_mask(way, deterministic):
+    engine = Engine(way, [LayerAttention()], deterministic=deterministic)
+    engine.add(2)
+    engine.step([5, 3])
+    masks = {name: mask.to(way.device) for name, mask in random_mask([5, 3], [4, 2]).items()}
+    engine.step([4, 2], **masks)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
