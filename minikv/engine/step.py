@@ -204,29 +204,12 @@ class ModelStep:
             token_ids = newest(token_ids, rows, self.last_tokens)
         found = model(token_ids, positions, attention, metadata, logits_at, keep)
         logits, states = found if keep else (found, None)
-        chosen = self.choose(logits, variant, knobs, mask, rows)
+        chosen = self.choose(logits, rows, variant, knobs, mask)
         return (chosen, states) if keep else chosen
 
-    def choose(
-        self,
-        logits: Tensor,
-        variant: str,
-        knobs: Tensor | None,
-        mask: Tensor | None,
-        rows: Tensor,
-    ) -> Tensor:
-        """Tokens for these logits (or the logits), which the next step finds in its column."""
-        if variant == "greedy":
-            return first_max(logits, rows, self.last_tokens)
-        out = sample(logits, variant, knobs, mask)
-        if variant != "logits":
-            self.remember(out, rows)
-        return out
-
-    def remember(self, out: Tensor, rows: Tensor) -> None:
-        """Leave chosen tokens, as ``sample`` gives them, for the next step."""
-        tokens = out if out.dim() == 1 else out[:, 0].long()
-        self.last_tokens.index_copy_(0, rows, tokens.clamp_min(0))
+    def choose(self, logits: Tensor, rows: Tensor, variant: str, *inputs: Tensor | None) -> Tensor:
+        """:func:`choose_tokens`; the next step finds them in its column."""
+        return choose_tokens(self.last_tokens, logits, rows, variant, *inputs)
 
     def prepare(self, host: dict[str, Tensor], size: int) -> None:
         """The host's part of a recorded step: where slot lists begin, and the attention plan."""
@@ -271,21 +254,14 @@ class CompiledStep(ModelStep):
 
     def __init__(self, decoder: Any, attention: AttentionBackend) -> None:
         super().__init__(decoder, attention)
-        self.opaque = OpaqueAttention(attention, super().choose)
+        self.opaque = Opaque(attention)
 
     def prepare(self, host: dict[str, Tensor], size: int) -> None:
         """Lengths are on the host anyway: the attention backend gets the whole batch there."""
         self.opaque.prepare(host)
 
-    def choose(
-        self,
-        logits: Tensor,
-        variant: str,
-        knobs: Tensor | None,
-        mask: Tensor | None,
-        rows: Tensor,
-    ) -> Tensor:
-        return torch.ops.minikv.choose(logits, variant, knobs, mask, rows, self.opaque.number)
+    def choose(self, logits: Tensor, rows: Tensor, variant: str, *inputs: Tensor | None) -> Tensor:
+        return torch.ops.minikv.choose(logits, rows, variant, *inputs, self.opaque.number)
 
     def __call__(
         self,
@@ -301,12 +277,39 @@ class CompiledStep(ModelStep):
         )  # fmt: skip
 
 
-class OpaqueAttention:
+def choose_tokens(
+    column: Tensor,
+    logits: Tensor,
+    rows: Tensor,
+    variant: str,
+    knobs: Tensor | None,
+    mask: Tensor | None,
+) -> Tensor:
+    """Choose a token for each row of logits, and leave it in the column of newest tokens.
+
+    Parameters
+    ----------
+    column, rows
+        int64 `[table rows]` and `[n]`: the column, and the table row of each row of logits.
+    logits, variant, knobs, mask
+        As for :func:`minikv.engine.sampling.sample`, which says what is returned; "logits" chooses
+        nothing.
+    """
+    if variant == "greedy":
+        return first_max(logits, rows, column)
+    out = sample(logits, variant, knobs, mask)
+    if variant != "logits":
+        tokens = out if out.dim() == 1 else out[:, 0].long()
+        column.index_copy_(0, rows, tokens.clamp_min(0))
+    return out
+
+
+class Opaque:
     """An attention backend, and the choice of tokens, behind operations that ``torch.compile`` does
     not look into."""
 
-    def __init__(self, attention: AttentionBackend, choose: Any = None) -> None:
-        self.attention, self.choose = attention, choose
+    def __init__(self, attention: AttentionBackend) -> None:
+        self.attention = attention
         self.metadata: Metadata | None = None
         # The least free number: an engine built anew has its predecessor's, and finds its code
         # cached.
@@ -326,7 +329,7 @@ class OpaqueAttention:
 
 
 _numbering = threading.Lock()
-_opaque: WeakValueDictionary[int, OpaqueAttention] = WeakValueDictionary()
+_opaque: WeakValueDictionary[int, Opaque] = WeakValueDictionary()
 
 
 # A step calls these for every layer, or at least once; ``torch.library.custom_op`` would add its
@@ -336,7 +339,7 @@ torch.library.define(
 )
 torch.library.define(
     "minikv::choose",
-    "(Tensor logits, str variant, Tensor? knobs, Tensor? mask, Tensor rows, int step) -> Tensor",
+    "(Tensor logits, Tensor rows, str variant, Tensor? knobs, Tensor? mask, int step) -> Tensor",
 )
 
 
@@ -353,15 +356,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, backend: int, layer: int) -> Tensor:
 
 @torch.library.impl("minikv::choose", "default")
 def _choose(
-    logits: Tensor, variant: str, knobs: Tensor | None, mask: Tensor | None, rows: Tensor, step: int
+    logits: Tensor, rows: Tensor, variant: str, knobs: Tensor | None, mask: Tensor | None, step: int
 ) -> Tensor:
-    out = _opaque[step].choose(logits, variant, knobs, mask, rows)
+    column = _opaque[step].attention.table.last_tokens
+    out = choose_tokens(column, logits, rows, variant, knobs, mask)
     return out.clone() if out is logits else out
 
 
 @torch.library.register_fake("minikv::choose")
 def _(
-    logits: Tensor, variant: str, knobs: Tensor | None, mask: Tensor | None, rows: Tensor, step: int
+    logits: Tensor, rows: Tensor, variant: str, knobs: Tensor | None, mask: Tensor | None, step: int
 ) -> Tensor:
     if variant == "logits":
         return torch.empty_like(logits)

@@ -129,7 +129,7 @@ class GraphRunner:
         self.later = tuple(v for v in self.variants if v in later)
         self.state, self.watch, self.hidden = dict(state or {}), watch, hidden
         self.layers: tuple[int, ...] = ()  # whose hidden states the graphs return; () is the last
-        self.eager, self.outputs = eager or self._on_buffers, outputs
+        self.eager, self.outputs = eager, outputs
         self.debug, self.progress = debug, progress
         if not self.variants or tokens_per_row < 1 or (self.sizes and self.sizes[0] < 1):
             value = (self.variants, tokens_per_row, self.sizes)
@@ -228,7 +228,7 @@ class GraphRunner:
             )
         if self._is_ragged(batch):
             self.stats.ragged += 1
-            return self.eager(batch, variant, hidden, tuple(layers))
+            return self._run(batch, variant, hidden, tuple(layers))
         values, n = self._values(batch, variant)
         if size is not None and (size not in self.sizes or size < n):
             raise ArgumentError("size", size, f"must be one of {self.sizes} that holds {n} rows")
@@ -237,7 +237,7 @@ class GraphRunner:
             self._make(variant, hidden, tuple(layers))
         if size is None or not self._ready(variant, size):
             self.stats["eager"] += 1
-            return self.eager(batch, variant, hidden, tuple(layers))
+            return self._run(batch, variant, hidden, tuple(layers))
         with self._range("metadata"):
             inputs = self._load(values, size, variant)
         self.stats["replays"] += 1
@@ -255,8 +255,11 @@ class GraphRunner:
             return False
         return not batch.decode or bool((new_lens != self.tokens_per_row).any())
 
-    def _on_buffers(self, batch: Any, variant: str, hidden: Hidden, layers: tuple[int, ...]) -> Any:
-        """The step on buffers of the batch's own size, made for it where it is too large."""
+    def _run(self, batch: Any, variant: str, hidden: Hidden, layers: tuple[int, ...]) -> Any:
+        """Run a batch without a graph: as it is, or on buffers of its own size, made for it where
+        it is too large."""
+        if self.eager is not None:
+            return self.eager(batch, variant, hidden, layers)
         values, n = self._values(batch, variant)
         size = n or (self.sizes or [1])[0]  # an empty batch needs a row to run on
         out = self.run_step(self._load(values, size, variant), variant, hidden, layers)

@@ -14,7 +14,7 @@ from minikv.engine.sampling import VARIANTS
 from minikv.engine.step import (
     CompiledStep,
     ModelStep,
-    OpaqueAttention,
+    Opaque,
     RecordedStep,
     decode_buffers,
 )
@@ -58,7 +58,7 @@ class PagedLayer:
             max_requests=max_requests,
         )
         self.device = device
-        self.opaque = OpaqueAttention(self.attention)
+        self.opaque = Opaque(self.attention)
         buffers = decode_buffers(max_requests, torch.device(device))
         for name, value in {"q": 0.0, "k": padding_kv, "v": padding_kv}.items():
             buffers[name] = Buffer(
