@@ -66,7 +66,7 @@ class Grammars:
     >>> grammar = Grammars(ByteTokenizer(), 512).start({"enum": [True, None]})
     >>> mask = np.zeros(grammar.words, np.int32)
     >>> grammar.fill(mask)
-    >>> [chr(i) for i in range(512) if mask[i // 32] >> (i % 32) & 1]  # the first letter of true, or of null
+    >>> [chr(i) for i in range(512) if mask[i // 32] >> (i % 32) & 1]  # of true, or of null
     ['n', 't']
     >>> [grammar.accept(i) for i in b"true"]
     [False, False, False, True]
@@ -93,12 +93,10 @@ class Grammars:
             try:
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=SPACING)
                 parser = LLMatcher(words, grammar, log_level=0)
-                refused = parser.get_error() if parser.is_error() else ""
+                refused = parser.get_error()
             except (KeyboardInterrupt, MemoryError):
                 raise
-            except (
-                BaseException
-            ) as e:  # it has errors of several kinds, and a panic is not even an Exception
+            except BaseException as e:  # a panic of the parser is not even an Exception
                 refused = str(e) or type(e).__name__
             if refused:
                 raise ArgumentError("json_schema", schema, f"is refused: {refused.splitlines()[0]}")
@@ -112,11 +110,10 @@ class Grammars:
             from llguidance import LLTokenizer, TokenizerWrapper
 
             backend = getattr(self.tokenizer, "backend", None)
-            source = (
-                TokenizerWrapper(_Bytes(self.tokenizer, self.vocab_size))
-                if backend is None
-                else backend.to_str()
-            )
+            if backend is None:
+                source = TokenizerWrapper(_Bytes(self.tokenizer, self.vocab_size))
+            else:
+                source = backend.to_str()
             stops = sorted(self.tokenizer.eos_ids)
             self._vocabulary = LLTokenizer(source, n_vocab=self.vocab_size, eos_token=stops)
         return self._vocabulary
@@ -141,11 +138,8 @@ class Grammar:
     @property
     def error(self) -> str | None:
         """Why the parser gave up, if it did."""
-        return (
-            f"json_schema: {self._parser.get_error().splitlines()[0]}"
-            if self._parser.is_error()
-            else None
-        )
+        why = self._parser.get_error()
+        return f"json_schema: {why.splitlines()[0]}" if why else None
 
 
 class _Bytes:
@@ -157,13 +151,13 @@ class _Bytes:
         self.encode = tokenizer.encode
         self.eos_token_id = min(tokenizer.eos_ids)
         known = range(256, tokenizer.vocab_size)
-        texts = [
-            *(bytes([i]) for i in range(256)),
-            *(tokenizer.decode([i]).encode() for i in known),
-        ]
+        texts = [bytes([i]) for i in range(256)]
+        texts += [tokenizer.decode([i]).encode() for i in known]
         texts += [b""] * (vocab_size - len(texts))
         self.special_token_ids = [i for i, text in enumerate(texts) if not text]
         self.tokens = [text or f"<{i}>".encode() for i, text in enumerate(texts)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self.encode(text.decode(errors="replace") if isinstance(text, bytes) else text)
+        if isinstance(text, bytes):
+            text = text.decode(errors="replace")
+        return self.encode(text)

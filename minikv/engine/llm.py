@@ -30,6 +30,7 @@ from minikv.engine.options import (
     check_options,
     check_room,
     pick_context,
+    pool_size,
 )
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
@@ -156,15 +157,9 @@ class LLM:
         self.decoder, self.tokenizer, self.config = loaded.decoder, loaded.tokenizer, loaded.config
         config = loaded.config
         context = pick_context(max_context, config.max_context)
-        self.pool, size = build_pool(
-            config,
-            page_size,
-            kv_dtype,
-            self.device,
-            kv_tokens,
-            kv_memory,
-            most=max_requests * context,
-        )
+        per_token, most = config.kv_bytes_per_token(kv_dtype), max_requests * context
+        size = pool_size(per_token, page_size, self.device, kv_tokens, kv_memory, most)
+        self.pool = build_pool(config, size, page_size, kv_dtype, self.device)
         self.allocator = PagedAllocator(size, page_size, self.device)
         check_room("max_requests", max_requests, 4 * (max_requests + 1) * context, self.device)
         self.table = RequestTable(max_requests, context, self.device)

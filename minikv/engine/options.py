@@ -29,7 +29,7 @@ REMEDIES = {
 
 def check_options(attention: Any, graphs: Any, **sizes: Any) -> list[Any]:
     """Raise ArgumentError for what no engine can be built with, before a model is loaded for it;
-    sizes as numbers."""
+    the sizes as numbers, in their order."""
     if not isinstance(attention, str) or attention not in ("auto", "triton", "torch"):
         raise ArgumentError("attention", attention, "use 'auto', 'triton' or 'torch'")
     if not isinstance(graphs, bool | np.bool_ | str) or graphs not in (True, False, "auto"):
@@ -37,7 +37,7 @@ def check_options(attention: Any, graphs: Any, **sizes: Any) -> list[Any]:
     for name, value in sizes.items():
         remedy = REMEDIES[name]
         if name == "kv_memory" and value is not None:
-            sizes[name] = real(name, value, 1, sys.float_info.max, remedy)
+            sizes[name] = int(real(name, value, 1, sys.float_info.max, remedy))
         elif value is not None or name not in ("kv_tokens", "kv_memory", "max_context"):
             sizes[name] = whole(name, value, 1, 256 if name == "page_size" else None, remedy)
     kv_tokens, kv_memory = sizes["kv_tokens"], sizes["kv_memory"]
@@ -53,46 +53,49 @@ def check_room(argument: str, value: Any, need: int, device: torch.device) -> No
     the process."""
     free = memory_facts(device).free
     if need > free:
-        needs = f"needs {min(need, 2**99) / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free on {device}"
-        raise ArgumentError(argument, value, f"{needs}; lower it")
+        needs, left = (f"{min(n, 2**99) / 2**30:,.1f} GiB" for n in (need, free))
+        remedy = f"needs {needs}, and {left} are free on {device}; lower it"
+        raise ArgumentError(argument, value, remedy)
 
 
 def pick_context(max_context: int | None, longest: int) -> int:
     """The context length, checked against what the model was trained for."""
-    if max_context is not None and max_context > longest:
-        remedy = f"the model reads at most {longest} tokens; lower it or pass None"
-        raise ArgumentError("max_context", max_context, remedy)
-    return longest if max_context is None else max_context
+    remedy = f"the model reads at most {longest} tokens; lower it or pass None"
+    return whole("max_context", max_context or longest, 1, longest, remedy)
 
 
-def build_pool(
-    config: ModelConfig,
+def pool_size(
+    per_token: int,
     page_size: int,
-    dtype: torch.dtype,
     device: torch.device,
     kv_tokens: int | None,
-    kv_memory: float | None,
+    kv_memory: int | None,
     most: int,
-) -> tuple[KVPool | MLAPool, int]:
-    """The KV pool and its size in tokens: `kv_tokens`, or what `kv_memory` bytes hold, or a quarter
-    of the free memory, and then no more than `most` tokens, nor 2 GiB on a CPU."""
-    per_token = config.kv_bytes_per_token(dtype)
-    if kv_tokens is None:
+) -> int:
+    """Tokens of the KV pool, each of `per_token` bytes: `kv_tokens`, or what `kv_memory` bytes hold,
+    or a quarter of the free memory, and then no more than `most` tokens, nor 2 GiB on a CPU."""
+    size = kv_tokens
+    if size is None:
         try:
-            memory = None if kv_memory is None else int(kv_memory)
-            kv_tokens = plan_size(
-                memory, bytes_per_token=per_token, page_size=page_size, device=device
+            size = plan_size(
+                kv_memory, bytes_per_token=per_token, page_size=page_size, device=device
             )
         except ArgumentError as e:
             raise ArgumentError("kv_memory", e.value, e.remedy) from None
         if kv_memory is None:
-            most = min(most, CPU_POOL // per_token) if device.type == "cpu" else most
-            kv_tokens = min(kv_tokens, -(-most // page_size) * page_size)
-    name, value = ("kv_tokens", kv_tokens) if kv_memory is None else ("kv_memory", kv_memory)
-    check_room(name, value, (kv_tokens + page_size) * per_token, device)
+            if device.type == "cpu":
+                most = min(most, CPU_POOL // per_token)
+            size = min(size, -(-most // page_size) * page_size)
+    asked = "kv_tokens" if kv_memory is None else "kv_memory"
+    check_room(asked, kv_memory or size, (size + page_size) * per_token, device)
+    return size
+
+
+def build_pool(
+    config: ModelConfig, size: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> KVPool | MLAPool:
+    """The KV pool of a model."""
+    shape, kind = (config.num_layers, config.kv_heads, config.head_dim), KVPool
     if config.mla is not None:
-        shape = (config.num_layers, config.mla.kv_lora_rank, config.mla.rope_dim)
-        return MLAPool(kv_tokens, page_size, *shape, dtype, device), kv_tokens
-    return KVPool(
-        kv_tokens, page_size, config.num_layers, config.kv_heads, config.head_dim, dtype, device
-    ), kv_tokens
+        shape, kind = (config.num_layers, config.mla.kv_lora_rank, config.mla.rope_dim), MLAPool
+    return kind(size, page_size, *shape, dtype, device)

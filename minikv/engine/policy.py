@@ -17,9 +17,8 @@ POLICIES = ("fcfs", "lpm", "dfs-weight")
 LPM_LIMIT = 128  # matching every waiting request costs more than it brings above this many
 SHARED = 32  # so many uncached tokens in common are worth a step's wait
 
-Probe = Callable[
-    [Request], tuple[Any, int]
-]  # the tree node that a request's prefix ends at, and the prefix's length
+# the tree node that a request's prefix ends at, and the prefix's length
+Probe = Callable[[Request], tuple[Any, int]]
 
 
 def order(policy: str, waiting: Sequence[Request], probe: Probe) -> list[Request]:
@@ -38,7 +37,9 @@ def order(policy: str, waiting: Sequence[Request], probe: Probe) -> list[Request
     arrived = sorted(waiting, key=lambda r: r.arrival)
     if policy == "lpm" and len(arrived) <= LPM_LIMIT:
         return sorted(arrived, key=lambda r: -probe(r)[1])
-    return _depth_first(arrived, probe) if policy == "dfs-weight" else arrived
+    if policy == "dfs-weight":
+        return _depth_first(arrived, probe)
+    return arrived
 
 
 def _depth_first(waiting: Sequence[Request], probe: Probe) -> list[Request]:

@@ -22,8 +22,8 @@ def split_prompts(prompts: Any) -> list[Any]:
 
     Examples
     --------
-    >>> split_prompts("hi"), split_prompts([1, 2]), split_prompts([[1], "hi", []]), split_prompts([])
-    (['hi'], [[1, 2]], [[1], 'hi', []], [])
+    >>> split_prompts("hi"), split_prompts([1, 2]), split_prompts([[1], "hi", []])
+    (['hi'], [[1, 2]], [[1], 'hi', []])
     >>> split_prompts([{"role": "user", "content": "hi"}])
     [[{'role': 'user', 'content': 'hi'}]]
     """

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 REASONS = ("stop", "length", "abort", "error", "refused")
+MILLISECONDS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000)
 
 
 @dataclass
@@ -21,23 +22,7 @@ class Histogram:
     ([1, 0, 1], 5.1, 2)
     """
 
-    bounds: tuple[float, ...] = (
-        0.001,
-        0.002,
-        0.005,
-        0.01,
-        0.02,
-        0.05,
-        0.1,
-        0.2,
-        0.5,
-        1.0,
-        2.0,
-        5.0,
-        10.0,
-        30.0,
-        60.0,
-    )
+    bounds: tuple[float, ...] = tuple(ms / 1000 for ms in MILLISECONDS)
     counts: list[int] = field(default_factory=list)
     total: float = 0.0
 
