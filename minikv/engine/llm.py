@@ -1,9 +1,4 @@
-"""The engine: prompts in, text out. :meth:`LLM.step` is its loop.
-
-Where the next batch is known before the tokens of this one are, it is launched first, so that the
-device never waits for Python; SGLang's and vLLM's overlapped schedulers do the same. If a request
-turns out to have ended, its row was computed in vain, into a slot that is freed with the others.
-"""
+"""The engine: prompts in, text out. :meth:`LLM.step` is one turn of its loop (``loop.py``)."""
 
 from __future__ import annotations
 
@@ -11,19 +6,16 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from minikv import models
 from minikv.attention.backend import AttentionBackend
 from minikv.device import pick_device
-from minikv.engine.batch import Batch
 from minikv.engine.events import EventLog
 from minikv.engine.grammar import Grammars
+from minikv.engine.loop import Loop
 from minikv.engine.options import (
     KV_DTYPES,
     build_pool,
@@ -35,28 +27,18 @@ from minikv.engine.options import (
 from minikv.engine.params import SamplingParams
 from minikv.engine.prompts import prompt_ids, split_prompts
 from minikv.engine.request import Delta, Output, Request, State
-from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
 from minikv.engine.stats import Stats
 from minikv.engine.step import step_runner
 from minikv.engine.text import TextStream
-from minikv.engine.turns import Turns
 from minikv.errors import ArgumentError, StateError
-from minikv.kernels.staging import Landing
+from minikv.graphs.runner import GraphRunner
 from minikv.memory import PagedAllocator, RequestTable
 from minikv.models.files.load import pick_dtype
 from minikv.numbers import whole
 from minikv.prefix import RadixCache
 
 SEED = "must be an integer of at most 64 bits"
-
-
-@dataclass
-class Flight:
-    """A step that was launched: its batch, and what it chose, on the way back from the device."""
-
-    batch: Batch
-    read: Any
 
 
 class LLM:
@@ -108,6 +90,8 @@ class LLM:
     >>> llm.generate([1, 2, 3, 4, 5])[0].cached_tokens
     4
     """
+
+    _closed = False
 
     def __init__(
         self,
@@ -176,14 +160,10 @@ class LLM:
             max_requests=max_requests, chunk_tokens=chunk_tokens, policy=policy, mixed=mixed,
             emit=self.events,
         )  # fmt: skip
-        self.sampler, self.grammars = Sampler(), Grammars(self.tokenizer, config.vocab_size)
-        self.runner = step_runner(graphs, self.decoder, self.attention, max_requests, progress)
-        self._landing = Landing(self.device)
-        self.overlaps = self.device.type == "cuda"  # on a CPU nothing works meanwhile
-        self._flight: Flight | None = None  # the step that was launched before its turn
-        self._turns, self._steps, self._closed = Turns(), 0, False
+        self.grammars = Grammars(self.tokenizer, config.vocab_size)
+        runner = step_runner(graphs, self.decoder, self.attention, max_requests, progress)
+        self.loop = Loop(self.scheduler, runner, overlaps=self.device.type == "cuda")
         self._ids = itertools.count(1)
-        self._aborts: list[int] = []  # requests to abort at the end of the turn
         self._news: deque[Delta] = deque()  # deltas of requests that add() took
 
     def __repr__(self) -> str:
@@ -228,13 +208,14 @@ class LLM:
         results = [self._try_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         pending = [r for r in results if isinstance(r, Request)]
         try:
-            with self._turn():
+            with self.loop.turn():
                 for request in pending:
                     self.scheduler.add(request)
             while pending := [r for r in pending if r.state is not State.FINISHED]:
                 self.step(keep_news=True)
         finally:  # an interrupt leaves no request behind
-            self._end(pending)
+            if pending:
+                self.loop.end(pending)
         return [r.output() if isinstance(r, Request) else r for r in results]
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -248,9 +229,10 @@ class LLM:
         return self._stream(self._request(prompt, params))
 
     def _stream(self, request: Request) -> Iterator[Delta]:
-        news = request.sink = deque()
+        loop, news = self.loop, deque[Delta]()
+        request.sink = news
         try:
-            with self._turn():
+            with loop.turn():
                 self.scheduler.add(request)
             while True:
                 while news:
@@ -260,7 +242,7 @@ class LLM:
                         return
                 self.step(keep_news=True)
         finally:
-            self._end([request])
+            loop.end([request])
 
     def astream(self, prompt: Any, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """:meth:`stream` for ``async for``: steps run in a worker thread, so that the event loop
@@ -300,7 +282,7 @@ class LLM:
         """
         request = self._request(prompt, params)
         request.sink = self._news
-        with self._turn():
+        with self.loop.turn():
             self.scheduler.add(request)
         return request.id
 
@@ -317,10 +299,7 @@ class LLM:
         list of Delta
             The news of all requests that came through :meth:`add`.
         """
-        seen = self._steps
-        with self._turn():
-            if self._steps == seen:
-                self._advance()
+        self.loop.step()
         news: list[Delta] = []
         with suppress(IndexError):  # after the turn: an interrupt that it held back loses none
             while not keep_news:
@@ -330,11 +309,12 @@ class LLM:
     def abort(self, id: int) -> bool:
         """End a request at the border of a step: now, or, called by an event listener, after the
         step that is running. Its last delta comes with the next step. False: nothing to end."""
-        with self._turn():
-            found = self.scheduler.find(id) is not None
-            if found:
-                self._aborts.append(id)
-        return found
+        return self.loop.abort(id)
+
+    @property
+    def runner(self) -> GraphRunner:
+        """What runs the steps: as they are, in graphs, or compiled."""
+        return self.loop.runner
 
     @property
     def has_work(self) -> bool:
@@ -344,16 +324,14 @@ class LLM:
     def close(self) -> None:
         """End all requests; weights, pool and graphs are given back at once. Then every method but
         this one raises StateError."""
-        with self._turns:
-            if self._closed:
-                return
-            now = self.scheduler
-            self._end([*now.waiting, *now.prefilling, *now.running])
-            self._deliver()
-            self.events.close()
-            kept = {"_turns": self._turns, "_closed": True}
+        loop, events = self.__dict__.get("loop"), self.__dict__.get("events")
+        if loop is not None and events is not None:
+            with loop.turn():
+                now = loop.scheduler
+                loop.end([*now.waiting, *now.prefilling, *now.running])
+            events.close()
             self.__dict__.clear()
-            self.__dict__.update(kept)
+            self._closed = True
 
     def __enter__(self) -> LLM:
         return self
@@ -362,7 +340,7 @@ class LLM:
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if self.__dict__.get("_closed"):
+        if self._closed:
             raise StateError(f"llm.{name}: this engine was closed; build a new LLM")
         raise AttributeError(f"LLM has no attribute {name!r}")
 
@@ -379,81 +357,6 @@ class LLM:
             graphs=dict(self.runner.stats),
         )
 
-    # ---- the loop
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """What nothing else may come between. Aborts that listeners ask for meanwhile follow it."""
-        with self._turns:
-            scheduler = self.scheduler
-            try:
-                yield
-            finally:
-                if self._turns.depth == 1:
-                    while self._aborts:
-                        scheduler.abort(self._aborts.pop(0))
-                    self._deliver()
-                    if not scheduler.has_work:
-                        self._flight = None  # its requests have ended
-
-    def _advance(self) -> None:
-        """One step: schedule, run the model, record, tell."""
-        if self._turns.depth > 1:
-            raise StateError(
-                "a step was asked for while one runs; event listeners cannot run steps"
-            )
-        self._steps += 1
-        try:
-            flight = self._flight or self._start(self.scheduler.next_batch())
-            if flight is None:
-                return
-            self._flight = None
-            if self.overlaps:
-                self._flight = self._start(self.scheduler.follow(flight.batch))
-            sampled = self.sampler.read(flight.read(), flight.batch.sampled)
-            tokens = [[token] for token in sampled.tokens]
-            logprobs = sampled.logprobs and [[record] for record in sampled.logprobs]
-            self.scheduler.process(flight.batch, tokens, logprobs)
-        except BaseException:  # an interrupt, or no memory: the requests of this step run it again
-            self._flight = None
-            self.scheduler.rollback()
-            raise
-        self._deliver(flight.batch)
-
-    def _start(self, batch: Batch | None) -> Flight | None:
-        """Launch a step; nothing waits for it."""
-        if batch is None:
-            return None
-        with torch.inference_mode():
-            variant = self.sampler.variant(batch.sampled)
-            if variant not in self.runner.variants:
-                variant = "logits"
-            self.sampler.fill(batch, variant)
-            out = self.runner(batch, variant)
-            if variant == "logits":
-                out = self.sampler.choose(out, batch.sampled, batch)
-                rows = [r.row for r in batch.sampled]
-                self.table.last_tokens[rows] = (
-                    out if out.dim() == 1 else out[:, 0].long()
-                ).clamp_min(0)
-            return Flight(batch, self._landing.send(out))
-
-    def _deliver(self, batch: Batch | None = None) -> None:
-        """Deltas of the requests that got tokens, and of those that ended, to their callers."""
-        going = [r for r in batch.sampled if r.state is State.RUNNING] if batch else []
-        for request in (*going, *self.scheduler.ended):
-            if request.sink is not None:
-                request.sink.append(request.delta())
-        self.scheduler.ended.clear()
-
-    def _end(self, requests: Sequence[Request]) -> None:
-        """Abort those that have not ended."""
-        live = [r for r in requests if r.state is not State.FINISHED]
-        if live:
-            with self._turn():
-                for request in live:
-                    self.scheduler.abort(request.id)
-
     # ---- requests in, text out
 
     def _try_request(self, prompt: Any, params: SamplingParams) -> Request | Output:
@@ -469,7 +372,7 @@ class LLM:
 
     def _request(self, prompt: Any, params: SamplingParams | None) -> Request:
         params = SamplingParams() if params is None else params
-        with self._turn():
+        with self.loop.turn():
             try:
                 return self._checked(prompt, params)
             except ArgumentError as e:

@@ -37,7 +37,7 @@ def check_options(attention: Any, graphs: Any, **sizes: Any) -> list[Any]:
     for name, value in sizes.items():
         remedy = REMEDIES[name]
         if name == "kv_memory" and value is not None:
-            sizes[name] = int(real(name, value, 1, sys.float_info.max, remedy))
+            sizes[name] = real(name, value, 1, sys.float_info.max, remedy)
         elif value is not None or name not in ("kv_tokens", "kv_memory", "max_context"):
             sizes[name] = whole(name, value, 1, 256 if name == "page_size" else None, remedy)
     kv_tokens, kv_memory = sizes["kv_tokens"], sizes["kv_memory"]
@@ -69,7 +69,7 @@ def pool_size(
     page_size: int,
     device: torch.device,
     kv_tokens: int | None,
-    kv_memory: int | None,
+    kv_memory: float | None,
     most: int,
 ) -> int:
     """Tokens of the KV pool, each of `per_token` bytes: `kv_tokens`, or what `kv_memory` bytes hold,
@@ -77,9 +77,8 @@ def pool_size(
     size = kv_tokens
     if size is None:
         try:
-            size = plan_size(
-                kv_memory, bytes_per_token=per_token, page_size=page_size, device=device
-            )
+            memory = kv_memory and int(kv_memory)
+            size = plan_size(memory, bytes_per_token=per_token, page_size=page_size, device=device)
         except ArgumentError as e:
             raise ArgumentError("kv_memory", e.value, e.remedy) from None
         if kv_memory is None:

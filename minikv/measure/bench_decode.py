@@ -163,7 +163,7 @@ def _compiled(model: str, llm: LLM, batch: int, new: int) -> dict[str, Any]:
     step = CompiledStep(llm.decoder, llm.attention)
     buffers = decode_buffers(batch, llm.device, llm.config.vocab_size)
     started = perf_counter()
-    llm.runner = CudaGraphRunner(
+    llm.loop.runner = CudaGraphRunner(
         step,
         buffers,
         [batch],

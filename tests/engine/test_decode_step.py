@@ -86,7 +86,7 @@ def test_compiled_logits_are_the_eager_ones_in_every_size() -> None:
         return got
 
     both_ways.variants = ("logits",)
-    llm.runner = both_ways
+    llm.loop.runner = both_ways
     ends = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (4, 8)]
     llm.generate(
         [[1, 2, 3], [9, 8, 7]], ends
@@ -173,7 +173,7 @@ def test_replay_equals_eager_for_every_size_shrinking_and_growing(dtype, toleran
         return got
 
     both_ways.stats, both_ways.variants = runner.stats, ("logits",)
-    llm.runner = both_ways
+    llm.loop.runner = both_ways
     ends = [SamplingParams(max_tokens=2 + 2 * i, temperature=0, ignore_eos=True) for i in range(9)]
     llm.generate([[1 + i, 2, 3 + i] for i in range(9)], ends)  # 9, 9, 8, 8, ... 1
     for i in range(9):  # 1, 2, 3, ...

@@ -57,7 +57,7 @@ def test_n17_ten_engines_in_one_variable_are_gone(device, graphs) -> None:
     left: list[weakref.ref] = []
     for _ in range(10):
         llm = engine(device, graphs=graphs and device == "cuda")
-        llm.overlaps = True
+        llm.loop.overlaps = True
         if graphs and device == "cpu":
             give_graphs(llm, [1, 2, 4])
         use(llm)

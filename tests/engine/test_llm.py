@@ -323,7 +323,7 @@ def test_nan_logits_end_one_request_only(llm, monkeypatch, alone):
             logits[1] = torch.nan
         return logits
 
-    monkeypatch.setattr(llm, "runner", Around(runner, poisoned, variants=("logits",)))
+    monkeypatch.setattr(llm.loop, "runner", Around(runner, poisoned, variants=("logits",)))
     outs = llm.generate([[1, 2], [3, 4], [5, 6]], GREEDY)
     assert [o.finish_reason for o in outs] == ["length", "error", "length"]
     assert "NaN" in outs[1].error
@@ -345,7 +345,7 @@ def test_an_interrupt_leaves_a_working_engine(llm, monkeypatch, alone, after):
         return runner(batch, variant)
 
     waiting = llm.add([9, 9, 9], GREEDY)
-    monkeypatch.setattr(llm, "runner", Around(runner, interrupted))
+    monkeypatch.setattr(llm.loop, "runner", Around(runner, interrupted))
     with pytest.raises(KeyboardInterrupt):
         llm.generate([list(range(40)), [1, 2]], GREEDY)
     tokens = []

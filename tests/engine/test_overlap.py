@@ -36,7 +36,7 @@ def engines(device: str, tapes: bool = False, **options: Any) -> tuple[LLM, LLM]
         **options,
     }
     plain, overlapped = LLM("tiny", **options), LLM("tiny", **options)
-    plain.overlaps, overlapped.overlaps = False, True
+    plain.loop.overlaps, overlapped.loop.overlaps = False, True
     if tapes and device == "cpu":
         give_graphs(overlapped, [1, 2, 4])
         overlapped.runner.debug = True
@@ -76,7 +76,7 @@ def load(
 
 def idle(llm: LLM) -> None:
     """Nothing is lost once everything has ended."""
-    assert llm._flight is None
+    assert llm.loop.flight is None
     assert not llm.has_work
     llm.cache.check(owned=())
     assert llm.allocator.available_size() + llm.cache.evictable_size == llm.allocator.size
@@ -231,7 +231,7 @@ def test_steps_of_all_kinds_take_turns(tapes, n, device) -> None:
             if kind == "step":
                 joins = overlapped.scheduler.has_work and overlapped.scheduler._may_admit()
                 overlapped.step()
-                assert not (joins and overlapped._flight), "a request that waits is admitted"
+                assert not (joins and overlapped.loop.flight), "a request that waits is admitted"
                 for r in overlapped.scheduler.running if device == "cpu" else ():
                     assert overlapped.table._ends[r.row] == overlapped.table.end(r.row), (
                         "the host's count, and what is there"
@@ -270,8 +270,8 @@ def test_an_interrupt_lands_what_was_launched(where, device) -> None:
     if where == "replay":
         overlapped.runner._replay = interrupted(overlapped.runner._replay)
     else:
-        send = overlapped._landing.send
-        overlapped._landing.send = lambda out: interrupted(send(out))
+        send = overlapped.loop.landing.send
+        overlapped.loop.landing.send = lambda out: interrupted(send(out))
     with pytest.raises(KeyboardInterrupt):
         overlapped.generate([[1, 2, 3], [4, 5]], params)
     idle(overlapped)

@@ -287,7 +287,7 @@ def test_each_replay_draws_what_the_eager_sampler_draws_from_its_logits(model, d
         return out
 
     both.variants, both.stats = r.variants, r.stats
-    llm.runner = both
+    llm.loop.runner = both
     llm._request, make = (lambda *a: ruled(make(*a))), llm._request
     llm.generate(PROMPTS, many([*MIXED[:5], *TELLING]))
     assert {variant for variant, _ in seen} >= {"logprobs", "grammar"}
@@ -329,7 +329,7 @@ def test_a_step_waits_for_the_device_only_to_read_its_tokens(mix) -> None:
     llm = engine("cuda", graphs=True)
     params = many(MIXES[mix], max_tokens=12)
     want = outputs(llm, params)  # captures what is captured when first asked for
-    runner, read = llm.runner, llm.sampler.read
+    runner, read = llm.runner, llm.loop.sampler.read
 
     def forward(batch, variant):
         if not batch.decode:
@@ -341,7 +341,7 @@ def test_a_step_waits_for_the_device_only_to_read_its_tokens(mix) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     reads = []
-    llm.sampler.read = lambda out, requests: (reads.append(out.shape), read(out, requests))[1]
-    llm.runner = Around(runner, forward)
+    llm.loop.sampler.read = lambda out, requests: (reads.append(out.shape), read(out, requests))[1]
+    llm.loop.runner = Around(runner, forward)
     assert outputs(llm, params) == want
     assert len(reads) >= 11

@@ -165,7 +165,7 @@ def test_fp8_cache_prefers_the_same_tokens_on_the_fp32_text(build):
     outs = build(kv_tokens=4096, graphs=False).generate(TEXTS + MORE_TEXTS, params)
     for kv_dtype, share in (("float32", 1.0), ("fp8", 0.95)):
         llm = build(kv_tokens=4096, graphs=False, kv_dtype=kv_dtype)
-        llm.sampler = forced = Forced({i: out.token_ids for i, out in enumerate(outs, 1)})
+        llm.loop.sampler = forced = Forced({i: out.token_ids for i, out in enumerate(outs, 1)})
         again = llm.generate([out.prompt_token_ids for out in outs], params)
         assert [out.token_ids for out in again] == [out.token_ids for out in outs]
         assert forced.positions == 20 * 24

@@ -24,13 +24,13 @@ PARAMS = [
 def engine(**options: Any) -> LLM:
     options = {"kv_tokens": 512, "page_size": 4, "max_requests": 8, "chunk_tokens": 32, **options}
     llm = LLM("tiny", device="cpu", progress=False, **options)
-    llm.overlaps = True
+    llm.loop.overlaps = True
     return llm
 
 
 def idle(llm: LLM) -> None:
     assert not llm.has_work
-    assert llm._flight is None
+    assert llm.loop.flight is None
     llm.cache.check(owned=())
     assert llm.allocator.available_size() + llm.cache.evictable_size == llm.allocator.size
     assert llm.table.available_size() == llm.table.max_requests
@@ -166,7 +166,7 @@ def test_a_caller_waits_for_two_steps_at_most(threads) -> None:
     real = llm.scheduler.find
 
     def find(id: int) -> Any:  # called with the turn that abort waited for
-        waits.append(llm._steps - asked[0])
+        waits.append(llm.loop.steps - asked[0])
         return real(id)
 
     asked = [0]
@@ -174,7 +174,7 @@ def test_a_caller_waits_for_two_steps_at_most(threads) -> None:
     with ThreadPoolExecutor(threads) as pool:
         jobs = [pool.submit(generate, k) for k in range(threads)]
         for _ in range(50):
-            asked[0] = llm._steps
+            asked[0] = llm.loop.steps
             llm.abort(10**6)
         stop.set()
         for job in jobs:

@@ -30,7 +30,7 @@ def engine(ahead: bool = False, **options: Any) -> LLM:
     llm = LLM("tiny", device="cpu", progress=False, **options)
     if ahead:
         give_graphs(llm, [1, 2, 4])
-        llm.overlaps = True
+        llm.loop.overlaps = True
     return llm
 
 
@@ -40,7 +40,7 @@ def want() -> list[list[int]]:
 
 
 def idle(llm: LLM) -> None:
-    assert llm._flight is None
+    assert llm.loop.flight is None
     assert not llm.has_work
     llm.cache.check(owned=())
     assert llm.allocator.available_size() + llm.cache.evictable_size == llm.allocator.size

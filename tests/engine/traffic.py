@@ -21,10 +21,10 @@ def margin_of(alone: LLM, tokens: list[int], params: SamplingParams, index: int)
     fall either way.
     """
     seen: list[torch.Tensor] = []
-    choose = alone.sampler.choose
-    alone.sampler.choose = lambda logits, *rest: seen.append(logits) or choose(logits, *rest)
+    choose = alone.loop.sampler.choose
+    alone.loop.sampler.choose = lambda logits, *rest: seen.append(logits) or choose(logits, *rest)
     alone.generate([tokens], SamplingParams(max_tokens=1, temperature=0))
-    del alone.sampler.choose
+    del alone.loop.sampler.choose
     logits = seen[-1][0].double()
     if params.temperature == 0:
         best = logits.topk(2).values

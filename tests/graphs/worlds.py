@@ -144,7 +144,7 @@ def give_graphs(llm: LLM, sizes: list[int], device: str = "cpu", **options: Any)
         else RecordedStep(llm.decoder, llm.attention)
     )
     rows = llm.scheduler.max_requests
-    llm.runner = CudaGraphRunner(
+    llm.loop.runner = CudaGraphRunner(
         step, decode_buffers(rows, torch.device(device), llm.config.vocab_size), sizes, variants=VARIANTS,
         later=VARIANTS[2:], prepare=step.prepare, eager=step.run, watch=step.watched, debug=True, progress=False, **options,
     )  # fmt: skip
