@@ -13,6 +13,7 @@ from minikv.prefix.eviction import is_candidate
 from minikv.prefix.node import Node, typed
 
 if TYPE_CHECKING:
+    from minikv.memory import PagedAllocator
     from minikv.prefix.tree import RadixCache
 
 
@@ -68,55 +69,48 @@ def _of_sizes(cache: RadixCache, nodes: list[Node]) -> Iterable[str]:
 
 
 def _of_slots(cache: RadixCache, nodes: list[Node], owned: Iterable[Any]) -> Iterable[str]:
-    slots = _numbers([node.slots for node in nodes])
-    holder = np.repeat(np.arange(len(nodes)), [node.length for node in nodes])
-    order = np.argsort(slots, kind="stable")
-    for i in np.flatnonzero(np.diff(slots[order]) == 0):
-        first, second = (nodes[holder[order[j]]] for j in (i, i + 1))
-        yield f"slot {slots[order[i]]} is in {first} and in {second}"
+    holder: dict[int, Node] = {}
+    for node in nodes:
+        for slot in node.slots.tolist():
+            if slot in holder:
+                yield f"slot {slot} is in {holder[slot]} and in {node}"
+            holder[slot] = node
     if cache.allocator is not None:
-        yield from _of_pages(cache, [nodes[i] for i in holder[:: cache.page_size]], slots, owned)
+        yield from _of_pages(cache, cache.allocator, nodes, owned)
 
 
 def _of_pages(
-    cache: RadixCache, holders: list[Node], slots: np.ndarray, owned: Iterable[Any]
+    cache: RadixCache, allocator: PagedAllocator, nodes: list[Node], owned: Iterable[Any]
 ) -> Iterable[str]:
-    """`holders` are the nodes of the pages that the cached `slots` make up."""
-    size, allocator = cache.page_size, cache.allocator
-    assert allocator is not None
-    first, end = size, (allocator.num_pages + 1) * size
-    pages = slots.reshape(-1, size)
-    cached = pages[:, 0] // size
-    for node, page in zip(holders, pages.tolist(), strict=True):
-        if page[0] % size or page != list(range(page[0], page[0] + size)):
-            yield f"{node}: slots {page} are not one page"
-        if not first <= page[0] < end:
-            yield f"{node}: slot {page[0]} is outside the allocator's pages"
-    given = _numbers([owned] if isinstance(owned, torch.Tensor | np.ndarray) else owned)
-    for slot in given[(given < first) | (given >= end)]:
-        yield f"owned slot {slot} is outside the allocator's pages"
-    mine = np.unique(given // size)
-    free = _numbers([allocator.free_pages])
-    for one, other, names in (
-        (cached, free, "both cached and free"),
-        (cached, mine, "both cached and owned by a request"),
-        (mine, free, "both owned by a request and free"),
-    ):
-        for page in np.intersect1d(one, other):
-            nodes = [holders[i] for i in np.flatnonzero(cached == page)]
-            by = f", in {nodes[0]}" if nodes else ""
-            yield f"slot {page * size} (page {page}) is {names}{by}"
+    size = cache.page_size
+    pool = range(size, (allocator.num_pages + 1) * size)
+    cached: dict[int, Node] = {}
+    for node in nodes:
+        for page in node.slots.reshape(-1, size).tolist():
+            cached[page[0] // size] = node
+            if page[0] % size or page != list(range(page[0], page[0] + size)):
+                yield f"{node}: slots {page} are not one page"
+            if page[0] not in pool:
+                yield f"{node}: slot {page[0]} is outside the allocator's pages"
+    parts = [owned] if isinstance(owned, torch.Tensor | np.ndarray) else owned
+    mine = [slot for part in parts for slot in torch.as_tensor(part).reshape(-1).tolist()]
+    for slot in mine:
+        if slot not in pool:
+            yield f"owned slot {slot} is outside the allocator's pages"
+    by_use = {
+        "cached": cached,
+        "owned by a request": {slot // size for slot in mine},
+        "free": set(allocator.free_pages.tolist()),
+    }
     table = cache.table
     rows_taken = table is not None and table.available_size() < table.max_requests
     idle = cache.root.lock_count == 1 and not rows_taken
-    if idle or not (isinstance(owned, tuple) and not owned):
-        known = np.concatenate([cached, mine, free])
-        for page in np.setdiff1d(np.arange(1, allocator.num_pages + 1), known):
+    all_known = idle or not (isinstance(owned, tuple) and not owned)
+    for page in range(1, allocator.num_pages + 1):
+        uses = [use for use, pages in by_use.items() if page in pages]
+        if len(uses) > 1:
+            where = f", in {cached[page]}" if page in cached else ""
+            yield f"slot {page * size} (page {page}) is both {' and '.join(uses)}{where}"
+        if not uses and all_known:
             lost = "neither free nor cached nor owned by a request"
             yield f"slot {page * size} (page {page}) is {lost}"
-
-
-def _numbers(parts: Iterable[Any]) -> np.ndarray:
-    """Slots or pages of all parts in one line."""
-    lines = [np.asarray(torch.as_tensor(part).cpu(), np.int64).reshape(-1) for part in parts]
-    return np.concatenate([np.empty(0, np.int64), *lines])

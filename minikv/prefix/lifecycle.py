@@ -1,4 +1,10 @@
-"""How pages change hands: from a caller or a request to the tree, and back to the allocator."""
+"""How pages change hands: from a caller or a request to the tree, and back to the allocator.
+
+A request is any object with `token_ids`, `computed` (tokens whose K and V are written), `row`,
+`node` (locked for it), `protected_len` (its first tokens, whose pages are the tree's) and
+`namespace`. With an attribute `cache` of False nothing of it is stored; a `priority` is passed on
+to `insert`.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +58,9 @@ def hand_over(cache: RadixCache, request: Any) -> list[Node]:
         return []
     tokens = as_tokens(request.token_ids[:whole])
     if tokens.size < whole:
-        have = f"is more than the request's {tokens.size} tokens"
-        raise ArgumentError("computed", request.computed, have)
+        raise ArgumentError(
+            "computed", request.computed, f"is more than the request's {tokens.size} tokens"
+        )
     row = None if cache.table is None else cache.table.table[request.row]
     priority = getattr(request, "priority", 0)
     path, present = cache.add(tokens, row, request.namespace, priority, known)
@@ -70,15 +77,18 @@ def refuse(cache: RadixCache, request: Any) -> None:
     for name in ("computed", "protected_len"):
         value = getattr(request, name)
         if value < 0 or (table is not None and value > table.max_context):
-            remedy = "must count tokens of the request, as many as a row holds at most"
-            raise ArgumentError(name, value, remedy)
+            raise ArgumentError(
+                name, value, "must count tokens of the request, as many as a row holds at most"
+            )
     if table is not None and request.row and not table.is_held(request.row):
-        remedy = "is not in use; a request's row comes from the table's alloc()"
-        raise ArgumentError("row", request.row, remedy)
+        raise ArgumentError(
+            "row", request.row, "is not in use; a request's row comes from the table's alloc()"
+        )
     if node is not None:
         if node.lock_count == (node is cache.root):
-            remedy = "while a request runs, keep its node locked"
-            raise StateError(f"{node} is not locked or was evicted: {remedy}")
+            raise StateError(
+                f"{node} is not locked or was evicted: while a request runs, keep its node locked"
+            )
         cache.way_up(node)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -242,13 +243,20 @@ def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
     return np.ascontiguousarray(host_integers(name, tokens, 1))
 
 
+def beyond(path: Sequence[Node], known: int) -> list[Node]:
+    """The nodes of a path that reach past its first `known` tokens."""
+    ends = accumulate(node.length for node in path)
+    return [node for node, end in zip(path, ends, strict=True) if end > known]
+
+
 def within(namespace: Hashable, page: bytes) -> Hashable:
     """The key under which the root has a node of a namespace that begins with `page`."""
     try:
         hash(namespace)
     except TypeError as e:
-        remedy = "must be hashable, such as a name or a tuple of names"
-        raise ArgumentError("namespace", namespace, remedy) from e
+        raise ArgumentError(
+            "namespace", namespace, "must be hashable, such as a name or a tuple of names"
+        ) from e
     return (typed(namespace), page)
 
 

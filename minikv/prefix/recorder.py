@@ -119,9 +119,10 @@ def apply(cache: RadixCache, event: Event) -> None:
         cache.remove(node)
     elif event.kind == "reset":
         cache.reset()
+    elif event.kind == "lock":
+        cache.lock(node)
     else:
-        change = cache.lock if event.kind == "lock" else cache.unlock
-        change(node)
+        cache.unlock(node)
 
 
 def copy_tree(cache: RadixCache) -> RadixCache:

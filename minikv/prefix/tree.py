@@ -7,7 +7,6 @@ Model Programs"); whole pages as the unit of sharing come from PagedAttention (K
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from minikv.errors import ArgumentError, StateError
 from minikv.numbers import whole
 from minikv.prefix import invariants, lifecycle
 from minikv.prefix.eviction import EvictionQueue
-from minikv.prefix.node import CacheStats, Match, Node, as_tokens, join, within
+from minikv.prefix.node import CacheStats, Match, Node, as_tokens, beyond, join, within
 from minikv.prefix.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -74,8 +73,9 @@ class RadixCache:
     ) -> None:
         self.page_size = whole("page_size", page_size, 1)
         if allocator is not None and allocator.page_size != page_size:
-            remedy = f"must be the allocator's, {allocator.page_size}"
-            raise ArgumentError("page_size", page_size, remedy)
+            raise ArgumentError(
+                "page_size", page_size, f"must be the allocator's, {allocator.page_size}"
+            )
         self.allocator = allocator
         self.table = table
         self.eviction = eviction
@@ -136,9 +136,9 @@ class RadixCache:
     def evictable_part(self, node: Node, length: int) -> int:
         """How many of the first `length` tokens on the way to `node` are evictable.
 
-        They are evictable no longer once a request that matched them is admitted: the room for its
-        other tokens is what the allocator has, plus `evictable_size`, less these. With `peek`, that
-        is known before anything is matched, counted or locked.
+        They are so no longer once a request that matched them is admitted: the room for its other
+        tokens is what the allocator has, plus `evictable_size`, less these. With `peek`, that is
+        known before anything is matched, counted or locked.
         """
         locked = sum(at.length for at in self.way_up(node) if at.lock_count)
         return max(0, length - locked)
@@ -250,8 +250,7 @@ class RadixCache:
         above.adopt(upper, self.page_size)
         upper.adopt(node, self.page_size)
         self.stats.splits += 1
-        if self.recorders:
-            self._emit("split", node, length=length)
+        self._emit("split", node, length=length)
         return upper
 
     def _touch(self, path: list[Node]) -> None:
@@ -273,8 +272,7 @@ class RadixCache:
                 self.evictable_size -= at.length
                 self.protected_size += at.length
             at.lock_count += 1
-        if self.recorders:
-            self._emit("lock", node)
+        self._emit("lock", node)
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of the node."""
@@ -287,8 +285,7 @@ class RadixCache:
                 self.evictable_size += at.length
                 self.protected_size -= at.length
         self.queue.push(node)
-        if self.recorders:
-            self._emit("unlock", node)
+        self._emit("unlock", node)
 
     def way_up(self, node: Node) -> list[Node]:
         """A node of this tree and all above it, up to the root; anything else is refused."""
@@ -340,15 +337,8 @@ class RadixCache:
 
         The request's own copies of what others had cached meanwhile are freed, and its row points
         at the tree's slots. Its new node is locked, `protected_len` becomes the aligned length; the
-        tail of less than a page stays its own. Calling it twice changes nothing.
-
-        Parameters
-        ----------
-        request
-            Any object with `token_ids`, `computed` (tokens whose K and V are written), `row`,
-            `node` (locked for it), `protected_len` (its first tokens, whose pages are the tree's)
-            and `namespace`. With an attribute `cache` of False nothing of it is stored; a
-            `priority` is passed on to `insert`.
+        tail of less than a page stays its own. Calling it twice changes nothing. A request is any
+        object with the attributes that :mod:`.lifecycle` names.
         """
         lifecycle.unfinished(self, request)
 
@@ -373,8 +363,7 @@ class RadixCache:
             stack.extend(reversed(node.children.values()))
 
     def check(self, owned: Iterable[Any] = ()) -> None:
-        """Raise a `StateError` that names the node or slot that breaks an invariant; see
-        :mod:`.invariants`.
+        """Raise a `StateError` that names what breaks an invariant; see :mod:`.invariants`.
 
         Parameters
         ----------
@@ -392,8 +381,7 @@ class RadixCache:
             raise StateError(f"{held}: finish or abort the requests before a reset")
         self.evict(self.evictable_size)
         self._clear()
-        if self.recorders:
-            self._emit("reset", self.root)
+        self._emit("reset", self.root)
 
     def record(self) -> Recorder:
         """``with cache.record() as recorder:`` collects what happens to the tree; see
@@ -413,9 +401,3 @@ class RadixCache:
         from minikv.viz import tree
 
         return tree.mimebundle(self)
-
-
-def beyond(path: list[Node], known: int) -> list[Node]:
-    """The nodes of a path that reach past its first `known` tokens."""
-    ends = accumulate(node.length for node in path)
-    return [node for node, end in zip(path, ends, strict=True) if end > known]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -27,7 +28,8 @@ from plain_tree import FIRST_OUT, PlainNode, PlainTree, dump
 from prefix_world import Req, World
 
 LONG = os.environ.get("MINIKV_LONG_MACHINE") == "1"
-RULES, STEPS = (200_000, 100) if LONG else (2_000, 50)
+RULES, STEPS = (10_000, 100) if LONG else (2_000, 50)
+ROUNDS = 20 if LONG else 1  # of RULES rules each: Hypothesis keeps all that one of them drew
 NAMESPACES = [None, None, None, "a", 1, True, ("a", 1)]
 CHATS = [
     [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0],
@@ -49,7 +51,7 @@ which = st.integers(0, 100)
 
 
 class Enough(BaseException):
-    """All rules of this run were executed; no example after it is needed."""
+    """All rules of a round were executed; no example after it is needed."""
 
 
 class Server(RuleBasedStateMachine):
@@ -57,7 +59,7 @@ class Server(RuleBasedStateMachine):
 
     @initialize(
         size=st.sampled_from([1, 2, 3, 4]),
-        pages=st.integers(2, 14),
+        pages=st.sampled_from([2, 3, 5, 8, 11, 14, 20, 30]),
         rows=st.integers(1, 5),
         policy=st.sampled_from(sorted(FIRST_OUT)),
     )
@@ -150,12 +152,16 @@ class Server(RuleBasedStateMachine):
                 assert not self.world.compute(r, n)
 
     @busy
-    @rule(i=which, draft=st.lists(st.integers(0, 2), min_size=1, max_size=8), share=st.floats(0, 1))
-    def verify(self, i: int, draft: list[int], share: float) -> None:
+    @rule(
+        i=which,
+        draft=st.lists(st.integers(0, 2), min_size=1, max_size=8),
+        accepted=st.sampled_from([0, 1, 3, 8]),
+    )
+    def verify(self, i: int, draft: list[int], accepted: int) -> None:
         """A row grows by drafted tokens and shrinks by those that are rejected."""
         r = self.pick(i)
         if len(r.token_ids) + len(draft) <= 40:
-            accepted = round(share * len(draft))
+            accepted = min(accepted, len(draft))
             fits = self.plain_make_room(r, len(r.token_ids) - r.computed + len(draft))
             known = list(r.token_ids)
             assert self.world.verify(r, draft, accepted) == fits
@@ -217,6 +223,15 @@ class Server(RuleBasedStateMachine):
             self.start(r.token_ids, r.namespace, r.cache)
 
     @rule(tokens=prompt, space=namespaces)
+    def serve(self, tokens: list[int], space) -> None:
+        """A request from start to end."""
+        before = len(self.world.running)
+        self.start(tokens, space, cache=True)
+        if len(self.world.running) > before:
+            self.extend(before, len(tokens))
+            self.end(before, "finish", reserved=0)
+
+    @rule(tokens=prompt, space=namespaces)
     def twins(self, tokens: list[int], space) -> None:
         """Two equal prompts are admitted together: both miss and both compute what they share."""
         before = len(self.world.running)
@@ -276,9 +291,9 @@ class Server(RuleBasedStateMachine):
         )
         assert w.cache.root.lock_count == 1 + len(w.running)
         executed += self.ready
-        self.ready = True
-        if executed == RULES and not failed:
+        if executed % RULES == 0 and self.ready and not failed:
             raise Enough
+        self.ready = True
 
     def teardown(self) -> None:
         global failed
@@ -301,10 +316,13 @@ def test_requests_in_any_order_against_plain_lists() -> None:
         database=None,
         derandomize=not LONG,
     )
-    with pytest.raises(Enough):
-        run_state_machine_as_test(Server, settings=many)
-    print(f"{executed} rules executed")
-    assert executed == RULES
+    for i in range(ROUNDS):
+        # Hypothesis calls it flaky when the example that `Enough` ends began like one before it.
+        with pytest.raises((Enough, Flaky)):
+            run_state_machine_as_test(Server, settings=many)
+        print(f"{executed} rules executed")
+        assert executed == (i + 1) * RULES
+        assert not failed
     wanted = "hit miss duplicate extend decode evict reserved finish retract abort"
     wanted += " accepted rejected shrunk"
     assert happened >= {*wanted.split(), "out of memory"}
