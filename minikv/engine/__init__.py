@@ -5,7 +5,8 @@ Read in this order: ``params``, ``request`` and ``batch`` (what travels); ``poli
 ``scheduler`` (what runs next); ``step`` (what a step computes), ``sampling`` and ``sampler`` (which
 token), ``grammar`` (which tokens may come); ``text`` (tokens to text); ``llm`` (the loop that joins
 them) and ``turns`` (its callers, one at a time); ``events`` and ``stats`` (what can be measured).
-Beside them: ``prompts`` and ``options`` (what callers pass), ``argmax`` (its kernel).
+Beside them: ``prompts`` and ``options`` (what callers pass), ``tokens`` and ``cuts`` (kernels of the
+choice).
 """
 
 from __future__ import annotations

@@ -12,12 +12,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minikv.engine.cuts import ALL, WHOLE, keep_likeliest
 from minikv.engine.tokens import first_max
 
 VARIANTS = ("greedy", "sampled", "truncated", "logprobs", "grammar", "logits")
 """Ways of choosing. Each does what those before it do and one thing more, so a batch takes the last
-that one of its requests needs: first maxima; temperature and min-p; top-k and top-p, which sort the
-vocabulary; log probabilities; a grammar's mask. ``logits`` chooses nothing: what has no fixed shape
+that one of its requests needs: first maxima; temperature and min-p; top-k and top-p, which look for
+a border; log probabilities; a grammar's mask. ``logits`` chooses nothing: what has no fixed shape
 (biases, penalties, more log probabilities than :data:`TOP`) is done outside the graph, on its
 logits."""
 DRAWS, MASKED = VARIANTS[1:5], VARIANTS[4:5]
@@ -25,8 +26,8 @@ DRAWS, MASKED = VARIANTS[1:5], VARIANTS[4:5]
 KNOBS = ("temperature", "top_k", "top_p", "min_p", "u")
 """What a row of the knobs holds. All zero, as padding is, is a greedy row."""
 TOP = 20
-"""Most likeliest tokens that the ``logprobs`` variant tells of; fixed, since a graph's output has
-one shape."""
+"""Likeliest tokens that the ``logprobs`` variant tells of; fixed, since a graph's output has one
+shape."""
 
 
 def sample(
@@ -54,7 +55,7 @@ def sample(
     edited
         Choose from these instead; log probabilities stay those of `logits`.
     truncates
-        False promises that no row uses top-k or top-p, which spares the sort.
+        False promises that no row uses top-k or top-p, which spares looking for its border.
     top
         Likeliest tokens per row of the last two variants.
 
@@ -70,10 +71,11 @@ def sample(
     >>> logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 4.0, 3.0]])
     >>> sample(logits, "greedy").tolist()
     [1, 0]
-    >>> half = torch.tensor([1.0, 0, 1, 0, 0.99, 0, 0, 0, 0, 0])  # row 0 draws at u = 0.99, row 1 is greedy
+    >>> half = torch.tensor([1.0, 0, 1, 0, 0.99, 0, 0, 0, 0, 0])  # row 1 is greedy
     >>> sample(logits, "sampled", half).tolist()
     [2, 0]
-    >>> sample(logits, "grammar", half, torch.tensor([0b011, 0b100], dtype=torch.int32), top=1)[:, 0].tolist()
+    >>> mask = torch.tensor([0b011, 0b100], dtype=torch.int32)
+    >>> sample(logits, "grammar", half, mask, top=1)[:, 0].tolist()
     [1.0, 2.0]
     """
     if variant == "logits":
@@ -130,7 +132,7 @@ def choose(
     u
         `[n]` float64 in [0, 1).
     truncates
-        False promises that no row uses top-k or top-p, which spares the sort.
+        False promises that no row uses top-k or top-p, which spares looking for its border.
 
     Returns
     -------
@@ -140,20 +142,10 @@ def choose(
     best, first = x.max(dim=-1, keepdim=True)
     # The maximum goes first: whatever the temperature, the largest exponent is 0 and nothing
     # overflows.
-    x = (x - best) / temperature.float().clamp_min(1e-10)[:, None]
+    x = ((x - best) / temperature.float().clamp_min(1e-10)[:, None]).contiguous()
     if truncates:
-        ranked, order = x.sort(dim=-1, descending=True, stable=True)
-        limit = torch.where(top_k < 1, x.shape[-1], top_k)[:, None]
-        cut = torch.arange(x.shape[-1], device=x.device) >= limit
-        mass = torch.softmax(ranked.masked_fill(cut, -torch.inf), dim=-1).cumsum(dim=-1)
-        before = torch.nn.functional.pad(
-            mass[:, :-1], (1, 0)
-        )  # a sum, not a difference: exact on borders
-        cut |= before >= torch.where(top_p < 1, top_p.float(), 2.0)[:, None]
-        cut[:, 0] = False
-        # Back to the order of the vocabulary: a row draws the same whether or not its neighbours
-        # need the sort.
-        x = x.masked_fill(torch.empty_like(cut).scatter_(1, order, cut), -torch.inf)
+        keep_likeliest(x, torch.where(top_k < 1, ALL, top_k.long()))
+        keep_likeliest(x, mass_limit(top_p), torch.softmax(x, dim=-1))
     p = torch.softmax(x, dim=-1)
     p = p.masked_fill(p < min_p.float()[:, None] * p.amax(dim=-1, keepdim=True), 0.0)
     mass = p.double().cumsum(dim=-1)  # double: a draw must not move with the order of additions
@@ -161,3 +153,14 @@ def choose(
     target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
     drawn = torch.searchsorted(mass, target[:, None], right=True).clamp_max(x.shape[-1] - 1)
     return torch.where(temperature[:, None] == 0, first, drawn).squeeze(1)
+
+
+def mass_limit(top_p: Tensor) -> Tensor:
+    """What may lie before a token that stays, in units of 2^-62: less than top_p when rounded to
+    fp32, as the probabilities are.
+
+    So 0.4 + 0.2 reach 0.6, and the likeliest token stays whatever top_p is.
+    """
+    p = top_p.float()
+    rounds_up = (p.double() + torch.nextafter(p, torch.zeros_like(p)).double()) / 2
+    return torch.where(top_p < 1, (rounds_up * WHOLE).long().clamp_min(1), ALL)

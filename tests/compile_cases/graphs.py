@@ -22,4 +22,15 @@ def cases() -> list[Case]:
         ),
         Case("best of a part", f"{TOKENS}:best_of_part_kernel", part, sizes, archs=(90,)),
         Case("best of a row", f"{TOKENS}:best_of_row_kernel", row, parts, archs=(90,), num_warps=1),
+        *(
+            Case(
+                f"keep likeliest by {what}",
+                "minikv.engine.cuts:keep_likeliest_kernel",
+                {"x": "*fp32", "limit": "*i64", **({"p": "*fp32"} if given else {})},
+                {"VOCAB": 151936, "BLOCK": 4096, **({} if given else {"p": None})},
+                archs=(80, 90),
+                num_warps=16,
+            )
+            for what, given in (("number", False), ("mass", True))
+        ),
     ]
