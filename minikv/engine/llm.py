@@ -84,7 +84,8 @@ class LLM:
     Examples
     --------
     >>> llm = LLM("tiny", kv_tokens=256, page_size=4)
-    >>> [out] = llm.generate([1, 2, 3, 4, 5], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+    >>> params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    >>> [out] = llm.generate([1, 2, 3, 4, 5], params)
     >>> len(out.token_ids), out.finish_reason, out.cached_tokens
     (4, 'length', 0)
     >>> llm.generate([1, 2, 3, 4, 5])[0].cached_tokens
@@ -119,27 +120,30 @@ class LLM:
         progress: bool = True,
     ) -> None:
         page_size, kv_tokens, kv_memory, max_requests, max_context, chunk_tokens = check_options(
-            attention, graphs, page_size=page_size, kv_tokens=kv_tokens, kv_memory=kv_memory,
-            max_requests=max_requests, max_context=max_context, chunk_tokens=chunk_tokens,
-        )  # fmt: skip
+            attention,
+            graphs,
+            page_size=page_size,
+            kv_tokens=kv_tokens,
+            kv_memory=kv_memory,
+            max_requests=max_requests,
+            max_context=max_context,
+            chunk_tokens=chunk_tokens,
+        )
         if speculative is not None:
-            raise ArgumentError(
-                "speculative", speculative, "speculative decoding is not implemented yet; pass None"
-            )
+            remedy = "speculative decoding is not implemented yet; pass None"
+            raise ArgumentError("speculative", speculative, remedy)
         self.seed = whole("seed", seed, -(2**63), 2**64 - 1, SEED)
         self.device, self._stats = pick_device(device), Stats()
         self.events = EventLog(event_log, [self._stats.update])
         dtype = pick_dtype("dtype", dtype, self.device)
-        kv_dtype = (
-            dtype
-            if kv_dtype == "auto"
-            else pick_dtype("kv_dtype", kv_dtype, self.device, KV_DTYPES)
-        )
+        if isinstance(kv_dtype, str) and kv_dtype == "auto":
+            kv_dtype = dtype
+        kv_dtype = pick_dtype("kv_dtype", kv_dtype, self.device, KV_DTYPES)
         loaded = models.load(
             model, device=self.device, dtype=dtype, seed=self.seed, progress=progress
         )
-        self.decoder, self.tokenizer, self.config = loaded.decoder, loaded.tokenizer, loaded.config
-        config = loaded.config
+        self.decoder, self.tokenizer = loaded.decoder, loaded.tokenizer
+        self.config = config = loaded.config
         context = pick_context(max_context, config.max_context)
         per_token, most = config.kv_bytes_per_token(kv_dtype), max_requests * context
         size = pool_size(per_token, page_size, self.device, kv_tokens, kv_memory, most)
@@ -152,14 +156,25 @@ class LLM:
         )
         self.cache.decode = self.tokenizer
         self.attention = AttentionBackend(
-            self.pool, self.table, page_size=page_size, q_heads=config.q_heads,
-            layers=self.decoder.attention_layers, backend=attention, deterministic=deterministic, max_requests=max_requests,
-        )  # fmt: skip
+            self.pool,
+            self.table,
+            page_size=page_size,
+            q_heads=config.q_heads,
+            layers=self.decoder.attention_layers,
+            backend=attention,
+            deterministic=deterministic,
+            max_requests=max_requests,
+        )
         self.scheduler = Scheduler(
-            self.cache, self.allocator, self.table,
-            max_requests=max_requests, chunk_tokens=chunk_tokens, policy=policy, mixed=mixed,
+            self.cache,
+            self.allocator,
+            self.table,
+            max_requests=max_requests,
+            chunk_tokens=chunk_tokens,
+            policy=policy,
+            mixed=mixed,
             emit=self.events,
-        )  # fmt: skip
+        )
         self.grammars = Grammars(self.tokenizer, config.vocab_size)
         runner = step_runner(graphs, self.decoder, self.attention, max_requests, progress)
         self.loop = Loop(self.scheduler, runner, overlaps=self.device.type == "cuda")
@@ -169,9 +184,8 @@ class LLM:
     def __repr__(self) -> str:
         if self._closed:
             return "LLM(closed)"
-        requests = (
-            f"{self.scheduler.active} requests running, {len(self.scheduler.waiting)} waiting"
-        )
+        now = self.scheduler
+        requests = f"{now.active} requests running, {len(now.waiting)} waiting"
         return f"LLM({self.config.architecture}, {requests}, {self.allocator})"
 
     # ---- whole prompts
@@ -195,17 +209,12 @@ class LLM:
             says why in `error`.
         """
         prompts = split_prompts(prompts)
-        given = SamplingParams() if params is None else params
-        each: list[Any] = (
-            list(given) if isinstance(given, (list, tuple)) else [given] * len(prompts)
-        )
-        if len(each) != len(prompts) or not all(isinstance(p, SamplingParams) for p in each):
-            raise ArgumentError(
-                "params",
-                params,
-                f"give one SamplingParams, or a list of {len(prompts)}, one per prompt",
-            )
-        results = [self._try_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        if not isinstance(params, (list, tuple)):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts) or not all(isinstance(p, SamplingParams) for p in params):
+            remedy = f"give one SamplingParams, or a list of {len(prompts)}, one per prompt"
+            raise ArgumentError("params", params, remedy)
+        results = [self._try_request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         pending = [r for r in results if isinstance(r, Request)]
         try:
             with self.loop.turn():
@@ -229,10 +238,9 @@ class LLM:
         return self._stream(self._request(prompt, params))
 
     def _stream(self, request: Request) -> Iterator[Delta]:
-        loop, news = self.loop, deque[Delta]()
-        request.sink = news
+        news = request.sink = deque[Delta]()
         try:
-            with loop.turn():
+            with self.loop.turn():
                 self.scheduler.add(request)
             while True:
                 while news:
@@ -242,7 +250,8 @@ class LLM:
                         return
                 self.step(keep_news=True)
         finally:
-            loop.end([request])
+            if request.state is not State.FINISHED:
+                self.loop.end([request])
 
     def astream(self, prompt: Any, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """:meth:`stream` for ``async for``: steps run in a worker thread, so that the event loop
@@ -363,18 +372,15 @@ class LLM:
         try:
             return self._request(prompt, params)
         except ArgumentError as e:
-            ids = (
-                prompt
-                if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)
-                else []
-            )
-            return Output(next(self._ids), list(ids), finish_reason="error", error=str(e))
+            output = Output(next(self._ids), [], finish_reason="error", error=str(e))
+            if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
+                output.prompt_token_ids = list(prompt)
+            return output
 
     def _request(self, prompt: Any, params: SamplingParams | None) -> Request:
-        params = SamplingParams() if params is None else params
         with self.loop.turn():
             try:
-                return self._checked(prompt, params)
+                return self._checked(prompt, SamplingParams() if params is None else params)
             except ArgumentError as e:
                 self.events("refuse", error=str(e))
                 raise

@@ -79,11 +79,9 @@ class Loop:
 
     def end(self, requests: Sequence[Request]) -> None:
         """Abort those that have not ended."""
-        live = [r for r in requests if r.state is not State.FINISHED]
-        if live:
-            with self.turn():
-                for request in live:
-                    self.scheduler.abort(request.id)
+        with self.turn():
+            for request in requests:
+                self.scheduler.abort(request.id)
 
     def step(self) -> None:
         """Run one step: schedule, run the model, record, tell.

@@ -72,8 +72,8 @@ def pool_size(
     kv_memory: float | None,
     most: int,
 ) -> int:
-    """Tokens of the KV pool, each of `per_token` bytes: `kv_tokens`, or what `kv_memory` bytes hold,
-    or a quarter of the free memory, and then no more than `most` tokens, nor 2 GiB on a CPU."""
+    """Tokens of the KV pool, `per_token` bytes each: `kv_tokens`, or what `kv_memory` bytes hold, or
+    a quarter of the free memory, and then no more than `most` tokens, nor 2 GiB on a CPU."""
     size = kv_tokens
     if size is None:
         try:
