@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minikv.attention.backend import AttentionBackend, LayerAttention
+from minikv.errors import ArgumentError
 from minikv.models.config import ModelConfig
 from minikv.models.layers import MLP, Linear, RMSNorm, SelfAttention, StepContext
 from minikv.models.mla import LatentAttention
@@ -36,16 +37,13 @@ class Decoder(nn.Module):
         super().__init__()
         where: dict[str, Any] = {"device": torch.device(device), "dtype": dtype}
         self.config = config
-        self.embed_tokens = Linear(
-            config.hidden_size, config.vocab_size, **where
-        )  # one row per token id
-        self.layers = nn.ModuleList(Layer(config, i, **where) for i in range(config.num_layers))
+        self.embed_tokens = Linear(config.hidden_size, config.vocab_size, **where)  # a row per id
+        layers = (Layer(config, i, **where) for i in range(config.num_layers))
+        self.layers: Any = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_eps, **where)
-        self.lm_head = (
-            self.embed_tokens
-            if config.tie_embeddings
-            else Linear(config.hidden_size, config.vocab_size, **where)
-        )
+        self.lm_head = self.embed_tokens
+        if not config.tie_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, **where)
         self.rotary = Rotary(config, where["device"])
 
     def forward(
@@ -68,20 +66,25 @@ class Decoder(nn.Module):
         logits_at
             int64 [R], the rows whose logits are wanted, such as the last token of each request;
             None means all T.
-
         keep
-            Layers whose outputs are wanted too, in ascending order (draft heads read them); the
-            last layer's is what the final norm reads.
+            Numbers of layers whose outputs are wanted, too (draft heads read them), counted from 0;
+            the last layer's is what the final norm reads.
 
         Returns
         -------
         Tensor
             Logits [R or T, vocab] in the weights' dtype. With `keep` a pair: the logits, and the
-            hidden states [T, len(keep), hidden].
+            hidden states of all tokens, [T, len(keep), hidden] in the order of `keep`.
+
+        Raises
+        ------
+        ArgumentError
+            For a layer that there is not.
         """
-        hidden, kept = self.hidden_states(token_ids, positions, attention, metadata, keep)
-        logits = self.logits(hidden if logits_at is None else hidden[logits_at])
-        return (logits, torch.stack(kept, 1)) if keep else logits
+        hidden, states = self.hidden_states(token_ids, positions, attention, metadata, keep)
+        if logits_at is not None:
+            hidden = hidden[logits_at]
+        return (self.logits(hidden), states) if keep else self.logits(hidden)
 
     def hidden_states(
         self,
@@ -90,23 +93,29 @@ class Decoder(nn.Module):
         attention: AttentionBackend,
         metadata: Any,
         keep: Sequence[int] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
-        """What the last layer leaves for each token, [T, hidden], before the final norm; and the
-        same of the layers in `keep`."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the last layer leaves for each token, [T, hidden], before the final norm; and what
+        each layer in `keep` leaves, [T, len(keep), hidden]."""
+        self.check_keep(keep)
         hidden = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden]
         cos, sin = self.rotary(positions, hidden.dtype)  # [T, 1, d / 2] each
         context = StepContext(cos, sin, attention, metadata)
-        kept = []
+        kept: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden, context)
             if i in keep:
-                kept.append(hidden)
-        return hidden, kept
+                kept[i] = hidden
+        return hidden, torch.stack([kept[i] for i in keep], 1) if keep else None
+
+    def check_keep(self, keep: Sequence[int]) -> None:
+        """Refuse layers that there are not."""
+        if any(i not in range(len(self.layers)) for i in keep):
+            raise ArgumentError("keep", keep, f"the layers are 0 to {len(self.layers) - 1}")
 
     @property
     def attention_layers(self) -> list[LayerAttention]:
         """The attention options of each layer, as the backend takes them."""
-        return [layer.self_attn.options for layer in self.layers]  # type: ignore[union-attr]
+        return [layer.self_attn.options for layer in self.layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output matrix: [R, hidden] -> [R, vocab]."""

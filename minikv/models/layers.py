@@ -46,10 +46,10 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, **where: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, **where), requires_grad=False)
-        self.shape, self.eps = (size,), eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class StepContext(NamedTuple):
@@ -68,10 +68,6 @@ class StepContext(NamedTuple):
     attention: AttentionBackend
     metadata: Any
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, and attend: [T, Hq, d]."""
-        return self.attention.forward(layer, q, k, v, self.metadata)
-
 
 class SelfAttention(nn.Module):
     """Grouped-query attention: projections and positions here, keys, values and scores in the
@@ -79,22 +75,17 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, **where: Any) -> None:
         super().__init__()
-        self.layer, self.q_heads, self.kv_heads, self.d = (
-            layer,
-            config.q_heads,
-            config.kv_heads,
-            config.head_dim,
-        )
-        heads = config.q_heads + 2 * config.kv_heads
+        self.layer, self.d = layer, config.head_dim
+        self.q_heads, self.kv_heads = config.q_heads, config.kv_heads
+        heads = self.q_heads + 2 * self.kv_heads
         self.qkv_proj = Linear(config.hidden_size, heads * self.d, config.qkv_bias, **where)
-        self.o_proj = Linear(config.q_heads * self.d, config.hidden_size, config.o_bias, **where)
-        self.q_norm = RMSNorm(self.d, config.rms_eps, **where) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.d, config.rms_eps, **where) if config.qk_norm else None
-        self.sinks = (
-            nn.Parameter(torch.empty(config.q_heads, **where), requires_grad=False)
-            if config.sinks
-            else None
-        )
+        self.o_proj = Linear(self.q_heads * self.d, config.hidden_size, config.o_bias, **where)
+        self.q_norm = self.k_norm = self.sinks = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.d, config.rms_eps, **where)
+            self.k_norm = RMSNorm(self.d, config.rms_eps, **where)
+        if config.sinks:
+            self.sinks = nn.Parameter(torch.empty(self.q_heads, **where), requires_grad=False)
         self.options = LayerAttention(sliding_window=config.sliding_window[layer], sinks=self.sinks)
 
     def forward(self, x: Tensor, context: StepContext) -> Tensor:
@@ -107,7 +98,7 @@ class SelfAttention(nn.Module):
             )
         qk = rotate(qk, context.cos, context.sin)
         q, k = qk[:, : self.q_heads], qk[:, self.q_heads :]  # [T, Hq, d], [T, Hk, d]
-        out = context.attend(self.layer, q, k, v)  # [T, Hq, d]
+        out = context.attention.forward(self.layer, q, k, v, context.metadata)  # [T, Hq, d]
         return self.o_proj(out.reshape(x.shape[0], -1))
 
 
@@ -116,10 +107,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, **where: Any) -> None:
         super().__init__()
-        self.size = config.intermediate_size
-        self.gate_up_proj = Linear(config.hidden_size, 2 * self.size, **where)
-        self.down_proj = Linear(self.size, config.hidden_size, **where)
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, **where)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, **where)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).split(self.size, dim=-1)  # [T, intermediate] each
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [T, intermediate] each
         return self.down_proj(F.silu(gate) * up)

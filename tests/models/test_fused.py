@@ -17,6 +17,7 @@ from fused_twins import (
 from torch import Tensor
 
 from minikv.attention import AttentionBackend, StepInputs
+from minikv.errors import ArgumentError
 from minikv.kernels.triton import HAVE_TRITON
 from minikv.memory import KVPool, RequestTable
 from minikv.memory.pool_kernels import FP8
@@ -246,7 +247,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("rows", [1, 3, 17, 33])
 def test_a_fused_step_gives_the_decoders_logits(device, dtype, shape, rows) -> None:
     config = SHAPES[shape]
     decoder = random_model(config, seed=1, device=device, dtype=dtype, draw_on="cpu")
@@ -278,7 +279,13 @@ def test_a_fused_step_gives_the_decoders_logits(device, dtype, shape, rows) -> N
         tokens = torch.arange(rows, device=device)
         given = tokens, (lens - 1).to(device), attention, metadata
         last = config.num_layers - 1
-        out, states = make(decoder)(*given, keep=(0, last) if last else (0,))
+        model = make(decoder)
+        out, states = model(*given, keep=(last, 0) if last else (0,))
+        if rows == 3:
+            at = torch.tensor([2, 0], device=device)
+            torch.testing.assert_close(model(*given, logits_at=at), out[at])
+            with pytest.raises(ArgumentError, match="keep="):
+                model(*given, keep=(last + 1,))
         logits.append(out)
         hidden.append(states)
         pools.append(

