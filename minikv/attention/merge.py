@@ -49,17 +49,12 @@ def merge_states(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Te
     (tensor([[2., 2.]]), tensor([0.6931]))
     """
     wide = torch.float64 if o1.dtype == torch.float64 else torch.float32
-    lse1, lse2 = lse1.to(wide), lse2.to(wide)
-    highest = torch.maximum(lse1, lse2)
-    highest = highest.masked_fill(highest == -torch.inf, 0)  # -inf minus -inf would be NaN
-    w1, w2 = torch.exp(lse1 - highest), torch.exp(lse2 - highest)
-    total = w1 + w2
-
-    def share(o: Tensor, w: Tensor) -> Tensor:
-        return torch.where(w[..., None] == 0, 0, o.to(wide) * w[..., None])
-
-    merged = (share(o1, w1) + share(o2, w2)) / total.masked_fill(total == 0, 1)[..., None]
-    return merged.to(o1.dtype), highest + torch.log(total)
+    lse = torch.logaddexp(lse1.to(wide), lse2.to(wide))
+    shares = []
+    for o, part_lse in ((o1, lse1), (o2, lse2)):
+        weight = torch.exp(part_lse - lse)[..., None]  # NaN where both sets are empty
+        shares.append(torch.where(weight > 0, o.to(wide) * weight, 0))
+    return (shares[0] + shares[1]).to(o1.dtype), lse
 
 
 def merge_parts(

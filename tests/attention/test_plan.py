@@ -112,6 +112,7 @@ def test_update_says_what_it_cannot_plan():
         torch.tensor([1, 2, 3]),
         torch.tensor([1.0]),
         torch.tensor([-1]),
+        torch.tensor([2**31]),  # p20: int32 would wrap
         torch.tensor([[1]]),
         torch.tensor([]),
     ):
