@@ -48,7 +48,7 @@ def launch_decode(
 ) -> None:
     """Run the Triton kernels of ``decode_attention`` into `out` and `lse`."""
     batch, q_heads, d = q.shape
-    kv_heads, d_v, processors = k_cache.shape[1], v_cache.shape[2], processors_of(q.device)
+    kv_heads, d_v = k_cache.shape[1], v_cache.shape[2]
     if batch == 0:
         return
     if plan is not None:
@@ -59,6 +59,7 @@ def launch_decode(
     else:
         tiles, num_splits = decode_tiles_of(q_heads, k_cache, v_cache), num_kv_splits
         if num_splits is None:
+            processors = processors_of(q.device)
             tiles = tiles.for_programs(batch * tiles.programs(q_heads, kv_heads), processors)
             lanes, entries = tiles.programs(q_heads, kv_heads), kv_indices.shape[0]
             num_splits = uniform_splits(batch, lanes, entries, tiles, processors)
