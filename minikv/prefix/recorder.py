@@ -1,5 +1,4 @@
-"""What happened to a tree, one event at a time, and the tree after each of them: what the
-animations play."""
+"""What happened to a tree, one event at a time, and the tree after each: animations play them."""
 
 from __future__ import annotations
 

@@ -136,11 +136,10 @@ class RadixCache:
     def evictable_part(self, node: Node, length: int) -> int:
         """How many of the first `length` tokens on the way to `node` are evictable.
 
-        They are so no longer once a request that matched them is admitted: the room for its other
-        tokens is what the allocator has, plus `evictable_size`, less these. With `peek`, that is
-        known before anything is matched, counted or locked.
+        They are so no longer once a request that uses them is admitted: its room is what the
+        allocator has, plus `evictable_size`, less these. `peek` gives both arguments.
         """
-        locked = sum(at.length for at in self.way_up(node) if at.lock_count)
+        locked = sum(at.length for at in node.upwards() if at.lock_count)
         return max(0, length - locked)
 
     def insert(
@@ -190,14 +189,13 @@ class RadixCache:
     ) -> tuple[list[Node], int]:
         """Insert whole pages; returns the path to their node and the length present before.
 
-        The first `known` tokens were matched or inserted by the same request before and count as no
-        new use.
+        The first `known` tokens are the same request's from before: they count as no new use.
         """
         path, present, part = self._walk(tokens, namespace)
         if present < known:
             raise StateError(
-                f"the request's tokens or its namespace were changed while it ran: the tree holds "
-                f"{known} tokens of it, of which only the first {present} are still the same"
+                "the request's tokens or its namespace were changed while it ran: the tree holds "
+                f"{known} tokens of it, and only the first {present} are still the same"
             )
         new = None
         if present < tokens.size:
@@ -221,8 +219,8 @@ class RadixCache:
         return path, present
 
     def _walk(self, tokens: np.ndarray, namespace: Hashable) -> tuple[list[Node], int, int]:
-        """The nodes that `tokens` pass, the length they share with them, and how much of that lies
-        in the last node, if only a part of it agrees (else 0)."""
+        """The nodes that `tokens` pass from the root on, the length they have in common, and how
+        much of the last node that is, unless it is all of it (then 0)."""
         size = self.page_size
         prompt = tokens.data
         path, at = [self.root], 0
@@ -239,9 +237,9 @@ class RadixCache:
         return path, at, 0
 
     def split(self, node: Node, length: int) -> Node:
-        """Put a new node with the first `length` tokens of `node` above it; returns the new one.
+        """Move the first `length` tokens of a node to a new one above it, which is returned.
 
-        `node` keeps its identity, so a request that holds it still does.
+        The old node keeps its identity, so a request that holds it still does.
         """
         above = node.parent
         assert above is not None
@@ -254,7 +252,7 @@ class RadixCache:
         return upper
 
     def _touch(self, path: list[Node]) -> None:
-        """One tick of the counter, and one use of every node of a path."""
+        """One tick of the counter: one use of every node of a path."""
         self.clock = clock = self.clock + 1
         for node in path:
             node.hit_count += 1
@@ -265,8 +263,7 @@ class RadixCache:
     # ---- lock and evict
 
     def lock(self, node: Node) -> None:
-        """Protect a node of this tree and all above it from eviction; as many `unlock` calls undo
-        it."""
+        """Protect a node and all above it from eviction, until as many `unlock` calls."""
         for at in self.way_up(node):
             if at.lock_count == 0:
                 self.evictable_size -= at.length
@@ -293,8 +290,9 @@ class RadixCache:
             raise ArgumentError("node", node, "is not a node; pass the `node` of a match")
         path = node.upwards()
         if path[-1] is not self.root:
-            gone = "no longer in the tree: it was evicted, or the tree was reset"
-            where = gone if len(path) == 1 else "in another tree"
+            where = "in another tree"
+            if len(path) == 1:
+                where = "no longer in the tree: it was evicted, or the tree was reset"
             raise StateError(f"{node} is {where}; match its tokens in this one")
         return path
 
@@ -308,8 +306,7 @@ class RadixCache:
             Tokens freed. They go back to the allocator as one batch.
         """
         wanted = whole("num_tokens", num_tokens)
-        gone = []
-        freed = 0
+        gone, freed = [], 0
         while freed < wanted and (leaf := self.queue.pop()) is not None:
             gone.append(leaf.stored)
             freed += self.remove(leaf)
@@ -318,7 +315,7 @@ class RadixCache:
         return freed
 
     def remove(self, leaf: Node) -> int:
-        """Take an unlocked leaf out of the tree; returns its tokens. The caller frees its pages."""
+        """Take an unlocked leaf out of the tree; returns its length. The caller frees its pages."""
         parent = leaf.parent
         assert parent is not None
         if self.recorders:
@@ -377,15 +374,14 @@ class RadixCache:
     def reset(self) -> None:
         """Empty the tree, give its pages back, and start counting anew."""
         if self.root.lock_count > 1:
-            held = f"{self.root.lock_count - 1} locks are held"
-            raise StateError(f"{held}: finish or abort the requests before a reset")
+            held = self.root.lock_count - 1
+            raise StateError(f"{held} locks are held: finish or abort the requests before a reset")
         self.evict(self.evictable_size)
         self._clear()
         self._emit("reset", self.root)
 
     def record(self) -> Recorder:
-        """``with cache.record() as recorder:`` collects what happens to the tree; see
-        :class:`.recorder.Recorder`."""
+        """``with cache.record() as recorder:`` collects all events; see :class:`.Recorder`."""
         return Recorder(self)
 
     def _emit(self, kind: str, node: Node, **news: Any) -> None:

@@ -70,13 +70,13 @@ def test_b31d_a_slot_both_cached_and_free(w: World) -> None:
         w.cache.check()
 
 
-def test_a_page_that_nobody_has(w: World) -> None:
+def test_a_page_that_nothing_holds(w: World) -> None:
     page = int(w.allocator.alloc(2)[0]) // 2
     with pytest.raises(StateError, match=rf"page {page}\) is neither free nor cached nor owned"):
         w.cache.check()
     w.cache.check(owned=[page * 2])
     w.cache.check(owned=torch.tensor([page * 2, page * 2 + 1]))
-    r = w.start([9, 9])  # somebody runs, so pages may be out
+    r = w.start([9, 9])  # a request runs, so pages may be out
     w.cache.check()
     w.finish(r)
 

@@ -257,7 +257,7 @@ class Server(RuleBasedStateMachine):
 
     @rule(tokens=prompt, space=namespaces, priority=st.integers(-1, 2))
     def insert(self, tokens: list[int], space, priority: int) -> None:
-        """Somebody inserts slots of their own, and frees what was there already and the tail."""
+        """A caller inserts slots, and frees those that the tree did not take."""
         w = self.world
         slots = w.allocator.alloc(-(-len(tokens) // self.size) * self.size)
         if slots is None:

@@ -229,7 +229,7 @@ def test_b13_a_prompt_cached_entirely_still_computes_a_token(page_size: int, cac
     prompt = list(range(1, 9))
     assert w.run(prompt) == 0
     assert w.cache.match_prefix(prompt).length == 8  # the tree returns whatever it has
-    assert w.run(prompt) == cached  # whoever needs logits matches all but the last token
+    assert w.run(prompt) == cached  # a caller that needs logits matches all but one
     w.check()
 
 

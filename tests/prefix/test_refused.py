@@ -79,7 +79,6 @@ def test_p15_an_insert_that_the_allocator_has_no_pages_for_splits_nothing(w: Wor
         (lambda c: c.match_prefix(BRANCH, namespace={}), "namespace"),
         (lambda c: c.match_prefix([[1, 2]]), "tokens"),
         (lambda c: c.peek("ab"), "tokens"),
-        (lambda c: c.evictable_part(None, 2), "node"),
     ],
 )
 def test_p15_other_refused_calls_change_nothing(
