@@ -331,12 +331,8 @@ class Scheduler:
         """Whether there is room to admit `r` beside what is claimed. It only looks: a request that
         goes on waiting does not use its prefix."""
         node, cached = self._probe(r)
-        protected = 0
-        while node is not None:
-            protected += len(node.key) if node.lock_count else 0
-            node = node.parent
-        evictable = max(0, cached - protected)  # what it locks is no longer room
-        return claimed + self._new(cached, r.length) + evictable <= self._room()
+        locks = self.cache.evictable_part(node, cached)  # what it locks is no longer room
+        return claimed + self._new(cached, r.length) + locks <= self._room()
 
     def _admit(self, r: Request) -> None:
         match = self.cache.match_prefix(r.token_ids[:-1] if r.cache else (), r.namespace)
