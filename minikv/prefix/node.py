@@ -235,8 +235,12 @@ def as_tokens(tokens: Any, name: str = "tokens") -> np.ndarray:
     >>> as_tokens([3, 1, 2])
     array([3, 1, 2])
     """
-    ready = type(tokens) is np.ndarray and tokens.dtype is INT64 and tokens.ndim == 1
-    if ready and tokens.flags.c_contiguous:
+    if (
+        type(tokens) is np.ndarray
+        and tokens.dtype is INT64
+        and tokens.ndim == 1
+        and tokens.flags.c_contiguous
+    ):
         return tokens
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.cpu()
