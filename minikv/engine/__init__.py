@@ -3,10 +3,10 @@ text streams out.
 
 Read in this order: ``params``, ``request`` and ``batch`` (what travels); ``policy`` and
 ``scheduler`` (what runs next); ``step`` (what a step computes), ``sampling`` and ``sampler`` (which
-token), ``grammar`` (which tokens may come); ``text`` (tokens to text); ``llm`` (the loop that joins
-them) and ``turns`` (its callers, one at a time); ``events`` and ``stats`` (what can be measured).
-Beside them: ``prompts`` and ``options`` (what callers pass), ``tokens`` and ``cuts`` (kernels of the
-choice).
+token), ``grammar`` (which tokens may come); ``text`` (tokens to text); ``loop`` (one step after the
+other) and ``turns`` (one caller at a time); ``llm`` (what callers see); ``events`` and ``stats``
+(what can be measured). Beside them: ``prompts`` and ``options`` (what callers pass), ``tokens`` and
+``cuts`` (kernels of the choice).
 """
 
 from __future__ import annotations

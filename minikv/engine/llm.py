@@ -209,12 +209,13 @@ class LLM:
             says why in `error`.
         """
         prompts = split_prompts(prompts)
+        each: Any = params
         if not isinstance(params, (list, tuple)):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts) or not all(isinstance(p, SamplingParams) for p in params):
+            each = [SamplingParams() if params is None else params] * len(prompts)
+        if len(each) != len(prompts) or not all(isinstance(p, SamplingParams) for p in each):
             remedy = f"give one SamplingParams, or a list of {len(prompts)}, one per prompt"
             raise ArgumentError("params", params, remedy)
-        results = [self._try_request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+        results = [self._try_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
         pending = [r for r in results if isinstance(r, Request)]
         try:
             with self.loop.turn():
@@ -256,11 +257,6 @@ class LLM:
     def astream(self, prompt: Any, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """:meth:`stream` for ``async for``: steps run in a worker thread, so that the event loop
         (of a notebook's widgets, or a server) goes on. Leaving early aborts the request.
-
-        Raises
-        ------
-        ArgumentError
-            At the call, for a prompt that cannot run.
         """
         return self._astream(self.stream(prompt, params))
 
@@ -284,10 +280,7 @@ class LLM:
     def add(self, prompt: Any, params: SamplingParams | None = None) -> int:
         """Queue a prompt; :meth:`step` brings its deltas, marked with the id that is returned.
 
-        Raises
-        ------
-        ArgumentError
-            For a prompt that cannot run.
+        Raises ArgumentError for a prompt that cannot run.
         """
         request = self._request(prompt, params)
         request.sink = self._news
@@ -296,17 +289,10 @@ class LLM:
         return request.id
 
     def step(self, *, keep_news: bool = False) -> list[Delta]:
-        """Run one step. Threads that wait for one while another thread runs one share the next.
+        """Run one step; the news of all requests that came through :meth:`add`.
 
-        Parameters
-        ----------
-        keep_news
-            Leave the deltas to the next call.
-
-        Returns
-        -------
-        list of Delta
-            The news of all requests that came through :meth:`add`.
+        `keep_news` leaves them to the next call. Threads that wait for a step while another thread
+        runs one share the next.
         """
         self.loop.step()
         news: list[Delta] = []

@@ -103,7 +103,7 @@ class Loop:
                     self.flight = self._start(self.scheduler.follow(flight.batch))
                 sampled = self.sampler.read(flight.read(), flight.batch.sampled)
                 tokens = [[token] for token in sampled.tokens]
-                logprobs = sampled.logprobs and [[record] for record in sampled.logprobs]
+                logprobs = [[record] for record in sampled.logprobs or ()]
                 self.scheduler.process(flight.batch, tokens, logprobs)
             except BaseException:  # no memory, say: the requests of this step will run it again
                 self.flight = None

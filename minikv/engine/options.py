@@ -72,12 +72,12 @@ def pool_size(
     kv_memory: float | None,
     most: int,
 ) -> int:
-    """Tokens of the KV pool, `per_token` bytes each: `kv_tokens`, or what `kv_memory` bytes hold, or
-    a quarter of the free memory, and then no more than `most` tokens, nor 2 GiB on a CPU."""
+    """Tokens of the KV pool: `kv_tokens`, or what `kv_memory` bytes hold at `per_token` bytes each,
+    or a quarter of the free memory, and then no more than `most` tokens, nor 2 GiB on a CPU."""
     size = kv_tokens
     if size is None:
         try:
-            memory = kv_memory and int(kv_memory)
+            memory = None if kv_memory is None else int(kv_memory)
             size = plan_size(memory, bytes_per_token=per_token, page_size=page_size, device=device)
         except ArgumentError as e:
             raise ArgumentError("kv_memory", e.value, e.remedy) from None

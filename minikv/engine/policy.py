@@ -70,14 +70,14 @@ def _depth_first(waiting: Sequence[Request], probe: Probe) -> list[Request]:
     return result
 
 
-def shared_key(request: Request, node: Any, cached: int, page_size: int) -> tuple | None:
-    """Equal for two requests exactly when they have the same cached prefix and share the next 32
-    (page-rounded) tokens.
+def shared_key(cache: Any, request: Request, node: Any, cached: int) -> tuple | None:
+    """Equal for two requests exactly when they have the same cached prefix, which ends at `node`,
+    and share the next 32 (page-rounded) tokens.
 
     None when the request is too short or is not cached: then it neither waits nor is waited for.
     (The node names the cached prefix; the namespace is for nodes at the root.)
     """
-    end = (cached + SHARED + page_size - 1) // page_size * page_size
-    if not request.cache or request.length < end:
+    end = (cached + SHARED + cache.page_size - 1) // cache.page_size * cache.page_size
+    if cache.disable or not request.cache or request.length < end:
         return None
     return id(node), request.namespace, request.token_ids[cached:end].tobytes()

@@ -1,5 +1,4 @@
-"""Who runs next: admission, chunks, decodes, retraction. No model, no kernels; only pages, rows and
-lengths.
+"""What runs next: admission, chunks, decodes, retraction; only pages, rows and lengths.
 
 All room is counted in whole pages, because that is how the allocator hands it out. Evictable pages
 of the prefix cache count as free: they are evicted at the moment they are needed. Continuous
@@ -20,10 +19,10 @@ from minikv.engine.request import Request, State
 from minikv.errors import ArgumentError
 from minikv.numbers import whole
 
-_now = time.perf_counter
 RATIO = 0.7  # the share of its remaining tokens that a running request is expected to use
 LEAST_RATIO = 0.1
 DECAY = 0.001  # of the ratio, at each step
+TOO_LONG = "needs more than the KV pool of {} tokens; raise kv_tokens or lower max_tokens"
 NO_ROOM = "the KV pool has no room: pages or nodes are held outside the engine"
 
 
@@ -42,10 +41,7 @@ class Scheduler:
     policy
         ``"fcfs"``, ``"lpm"`` or ``"dfs-weight"``.
     mixed
-        Decode the running requests in every extend step as well, instead of letting them wait for
-        it.
-    max_context
-        Longest prompt; default: the table's width.
+        Whether running requests are decoded in every extend step, too, or wait for it.
     emit
         Receives events, see :mod:`minikv.engine.events`.
 
@@ -67,7 +63,6 @@ class Scheduler:
         chunk_tokens: int,
         policy: str = "lpm",
         mixed: bool = False,
-        max_context: int | None = None,
         emit: Callable[..., None] | None = None,
     ) -> None:
         if policy not in POLICIES:
@@ -76,7 +71,7 @@ class Scheduler:
         self.max_requests = whole("max_requests", max_requests, 1)
         self.chunk_tokens = min(whole("chunk_tokens", chunk_tokens, 1), allocator.size)
         self.policy, self.mixed = policy, mixed
-        self.max_context = max_context or table.max_context
+        self.max_context = table.max_context  # tokens of the longest prompt
         self.page_size = allocator.page_size
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
@@ -110,13 +105,7 @@ class Scheduler:
                 raise ArgumentError("prompt", length, refused)
 
     def add(self, request: Request) -> None:
-        """Put a request into the queue.
-
-        Raises
-        ------
-        ArgumentError
-            For a prompt that could never run: longer than the context or than the pool.
-        """
+        """Put a request into the queue. Raises ArgumentError for a prompt that could never run."""
         self.check_prompt(request.length)
         self._arrivals += 1
         request.arrival = self._arrivals
@@ -131,7 +120,7 @@ class Scheduler:
         return next((r for r in live if r.id == id), None)
 
     def abort(self, id: int) -> Request | None:
-        """End a request, between steps; returns it, or None when no unfinished one has this id."""
+        """End a request, between steps; None when no unfinished one has this id."""
         request = self.find(id)
         if request is not None:
             self.finish(request, "abort")
@@ -141,7 +130,7 @@ class Scheduler:
         """End a request: its whole pages go to the prefix cache, all else is given back."""
         self._release(request, State.FINISHED)
         request.finish_reason, request.error = reason, error
-        request.timing.finished = _now()
+        request.timing.finished = time.perf_counter()
         self.ended.append(request)
         generated = request.length - request.prompt_len
         self._emit("finish", id=request.id, reason=reason, generated=generated)
@@ -188,9 +177,8 @@ class Scheduler:
         """
         if not batch.decode or self._may_admit():
             return None
-        going = [
-            r for r in batch.requests if r.state is State.RUNNING and r.length + 1 < r.capacity
-        ]
+        live = [r for r in batch.requests if r.state is State.RUNNING]
+        going = [r for r in live if r.length + 1 < r.capacity]
         ending = self.waiting and len(going) < len(batch.requests)  # its row could be taken
         if not going or ending or any(r.grammar is not None or r.penalised for r in going):
             return None
@@ -203,7 +191,7 @@ class Scheduler:
         self,
         batch: Batch,
         tokens: Sequence[Sequence[int]],
-        logprobs: Sequence[Sequence[Any]] | None = None,
+        logprobs: Sequence[Sequence[Any]] = (),
     ) -> None:
         """Record a step that has run: progress, and the tokens it chose.
 
@@ -216,7 +204,7 @@ class Scheduler:
             were accepted, and one more. -1 as the last stands for unusable logits. A request that
             gets fewer tokens than it computed gives the slots of the others back.
         logprobs
-            For each of ``batch.sampled`` as many records as tokens.
+            For each of ``batch.sampled`` as many records as tokens, or nothing at all.
         """
         self.ratio = max(LEAST_RATIO, self.ratio - DECAY)
         self._last = batch if batch.decode else None
@@ -236,7 +224,7 @@ class Scheduler:
                 reason, request.error = "error", f"{type(e).__name__}: {e}"
             if request.length > length:
                 got.append([request.id, request.length - length])
-            if logprobs is not None and request.logprobs is not None:
+            if logprobs and request.logprobs is not None:
                 request.logprobs += logprobs[i][: request.length - length]
             if reason:
                 ended.append((request, reason))
@@ -273,8 +261,7 @@ class Scheduler:
                 self.running.append(request)
 
     def rollback(self) -> None:
-        """After a step that failed: every request that holds a row waits again; what was computed
-        before goes to the cache."""
+        """After a step that failed: requests that hold rows wait again; their pages are cached."""
         self._last = None
         for request in (*self.prefilling, *self.running):
             self._retract(request)
@@ -298,31 +285,27 @@ class Scheduler:
         """Requests, and from where to where each is computed in this step."""
         if self._only_decodes:
             return []
-        budget = self.chunk_tokens - (len(self.running) if self.mixed else 0)
+        budget, beside = self.chunk_tokens, 0
+        if self.mixed:
+            budget, beside = budget - len(self.running), self._decode_need()
         claimed = sum(self._growth(r) for r in self.running)
         chunks: list[Span] = []
-        for r in self.prefilling:  # the partial request goes on first
-            end = min(r.length, r.computed + budget)
-            beside = self._decode_need() if self.mixed else 0
-            if end == r.computed or self._new(r.computed, end) + beside > self._room():
-                return []  # decodes go on and will give pages back
-            chunks.append((r, r.computed, end))
-            budget -= end - r.computed
-            claimed += self._new(r.computed, r.length) + self._growth(r)
-        if any(end < r.length for r, _, end in chunks) or budget < 1 or not self._rows_left():
-            return chunks
-        busy = {self._shared(r, r.node, r.protected_len) for r, _, _ in chunks} - {None}
-        for r in order(self.policy, self.waiting, self._probe):
-            if budget < 1 or not self._rows_left():
+        busy: set[Any] = set()  # beginnings that are computed in this step
+        for r in (*self.prefilling, *order(self.policy, self.waiting, self._probe)):
+            if budget < 1:
                 break
-            if self._shared(r, *self._probe(r)) in busy:
-                continue  # another request computes this beginning right now: wait for its cache
-            if not self._fits(r, claimed):
-                break
-            self._admit(r)
-            busy |= {self._shared(r, r.node, r.protected_len)} - {None}
-            claimed += self._new(r.computed, r.length) + self._growth(r)
             end = min(r.length, r.computed + budget)
+            if r.state is State.WAITING:
+                if shared_key(self.cache, r, *self._probe(r)) in busy:
+                    continue  # wait for that cache
+                if not self._rows_left() or not self._fits(r, claimed):
+                    break
+                self._admit(r)
+                end = min(r.length, r.computed + budget)
+            elif self._new(r.computed, end) + beside > self._room():
+                break  # decodes go on and will give pages back
+            busy |= {shared_key(self.cache, r, r.node, r.protected_len)} - {None}
+            claimed += self._new(r.computed, r.length) + self._growth(r)
             budget -= end - r.computed
             chunks.append((r, r.computed, end))
         return chunks
@@ -347,13 +330,13 @@ class Scheduler:
         r.admission = self._admissions
         again = r.cached_tokens is not None
         if not again:
-            r.cached_tokens, r.timing.admitted = match.length, _now()
+            r.cached_tokens, r.timing.admitted = match.length, time.perf_counter()
         self._emit("admit", id=r.id, cached_tokens=match.length, again=again)
+
+    # ---- decode
 
     def _next_tokens(self) -> list[Span]:
         return [(r, r.computed, r.end) for r in self.running]
-
-    # ---- decode
 
     def _make_decode_room(self) -> None:
         """Retract the newest requests until every running one can take its next tokens."""
@@ -365,9 +348,7 @@ class Scheduler:
                 continue
             holders = sorted((*self.running, *self.prefilling), key=lambda r: r.admission)
             if len(holders) == 1:
-                needs = f"needs more than the KV pool of {self.allocator.size} tokens"
-                self.finish(holders[0], "error", f"{needs}; raise kv_tokens or lower max_tokens")
-                return
+                return self.finish(holders[0], "error", TOO_LONG.format(self.allocator.size))
             self._retract(holders[-1])
             retracted = True
         if retracted:
@@ -413,6 +394,3 @@ class Scheduler:
         if r.probe is None or r.probe[0] != version:
             r.probe = (version, *self.cache.peek(r.token_ids[:-1] if r.cache else (), r.namespace))
         return r.probe[1:]
-
-    def _shared(self, r: Request, node: Any, cached: int) -> tuple | None:
-        return None if self.cache.disable else shared_key(r, node, cached, self.page_size)
