@@ -3,8 +3,11 @@ slots untouched."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from model_standins import full_logits
 
 from minikv import LLM, SamplingParams
 from minikv.engine.sampling import sample
@@ -134,8 +137,10 @@ def test_smollm2_greedy_tokens_with_graphs(model_file) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 5e-2)])
-def test_replay_equals_eager_for_every_size_shrinking_and_growing(dtype, tolerance) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_p02_replay_equals_eager_for_every_size_shrinking_and_growing(dtype) -> None:
+    """In fp32 within 1e-4; in bf16 within twice the largest error that the eager run itself makes
+    against a run of the same weights in higher precision."""
     llm = LLM(
         "tiny",
         device="cuda",
@@ -146,8 +151,9 @@ def test_replay_equals_eager_for_every_size_shrinking_and_growing(dtype, toleran
         graphs=True,
         progress=False,
     )
-    runner, seen = llm.runner, []
-    decode = eager_logits(llm)
+    runner, seen, apart, errors = llm.runner, [], [0.0], [0.0]
+    decode, exact = eager_logits(llm), copy.deepcopy(llm.decoder).cpu().double()
+    llm.loop.overlaps = False  # every batch runs several times here: its tokens must be known
     runner.debug = True
     runner.sizes.remove(9)  # a full engine is then one more than the largest size
 
@@ -169,7 +175,11 @@ def test_replay_equals_eager_for_every_size_shrinking_and_growing(dtype, toleran
             same = runner.run_step(runner.views(size), "logits")[:n]
             assert torch.equal(got, same), f"{n} in {size}"
             assert torch.equal(runner(batch, "greedy"), sample(got, "greedy"))
-        assert (got - decode(batch)).abs().max() <= tolerance  # at its true size
+        eager = decode(batch)  # at its true size
+        apart.append(float((got - eager).abs().max()))
+        if dtype == "bfloat16":
+            want = [full_logits(exact, r.token_ids.tolist())[-1] for r in batch.requests]
+            errors.append(float((eager.cpu().double() - torch.stack(want)).abs().max()))
         return got
 
     both_ways.stats, both_ways.variants = runner.stats, ("logits",)
@@ -185,4 +195,6 @@ def test_replay_equals_eager_for_every_size_shrinking_and_growing(dtype, toleran
     assert set(seen) == set(range(1, 10))
     assert runner.stats.eager > 0
     assert runner.stats.replays > 0
+    print(f"{dtype}: replay and eager are {max(apart):.4f} apart, eager is off by {max(errors):.4f}")
+    assert max(apart) <= (1e-4 if dtype == "float32" else 2 * max(errors))
     llm.cache.check(owned=())

@@ -18,6 +18,7 @@ import pytest
 import torch
 from allocator_oracle import PlainAllocator
 
+from minikv.kernels import launch
 from minikv.kernels.staging import Staging
 from minikv.memory import PagedAllocator
 from minikv.memory import slots as kernels
@@ -128,7 +129,7 @@ def traffic(a: PagedAllocator, seed: int, steps: int) -> None:
 def test_one_binary_per_page_size() -> None:
     for kernel in (kernels.extend_kernel, kernels.decode_kernel):
         kernel.device_caches.clear()
-    kernels._binaries.clear()
+    launch._binaries.clear()
     for count, page_size in enumerate((1, 2, 3, 16, 64, 256), start=1):
         a = PagedAllocator(page_size * 4096, page_size, device="cuda")
         traffic(a, page_size, 40)
