@@ -253,7 +253,9 @@ class GraphRunner:
         new_lens = getattr(batch, "new_lens", None)
         if new_lens is None:
             return False
-        return not batch.decode or bool((new_lens != self.tokens_per_row).any())
+        if not batch.decode or self.tokens_per_row == 1:
+            return not batch.decode
+        return bool((new_lens != self.tokens_per_row).any())
 
     def _run(self, batch: Any, variant: str, hidden: Hidden, layers: tuple[int, ...]) -> Any:
         """Run a batch without a graph: as it is, or on buffers of its own size, made for it where
@@ -370,7 +372,7 @@ class GraphRunner:
             mine = tensor[: n * per_row] if per_row else tensor
             return mine.clone() if self.outputs_are_static or self._is_static(tensor) else mine
 
-        return tree_map_only(Tensor, cut, out)
+        return cut(out) if isinstance(out, Tensor) else tree_map_only(Tensor, cut, out)
 
     def _is_static(self, tensor: Tensor) -> bool:
         """Whether it lies in the memory of a buffer or of the state."""
