@@ -34,7 +34,7 @@ from minikv.graphs.compiled import CompiledRunner
 from minikv.graphs.cuda import CudaGraphRunner
 from minikv.graphs.runner import GraphRunner, Hidden
 from minikv.kernels.staging import Stage, to_device
-from minikv.models.fused import fused_for
+from minikv.models.fused.decoder import fused_for
 
 
 def step_runner(

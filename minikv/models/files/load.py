@@ -186,7 +186,7 @@ def pick_dtype(
     """``"auto"``, a name or a torch dtype as a torch dtype."""
     if isinstance(value, str) and value == "auto":
         return default_dtype(device)
-    found = names.get(value) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype) or found not in names.values():
-        raise ArgumentError(argument, value, f"use 'auto', {', '.join(map(repr, names))}")
-    return found
+    for name, dtype in names.items():
+        if value in (name, dtype):
+            return dtype
+    raise ArgumentError(argument, value, f"use 'auto', {', '.join(map(repr, names))}")

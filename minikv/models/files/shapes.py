@@ -70,7 +70,8 @@ def random_model(
     >>> bool((a.lm_head.weight == b.lm_head.weight).all())
     True
     """
-    config = shape(config) if isinstance(config, str) else config
+    if isinstance(config, str):
+        config = shape(config)
     decoder = Decoder(config, device, dtype)
     source = torch.device(draw_on or device)
     generator = torch.Generator(source).manual_seed(seed)

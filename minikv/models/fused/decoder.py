@@ -122,8 +122,9 @@ class OneRow:
 
     def read(self, linear: Linear, norm: RMSNorm, gated: bool = False) -> Tensor:
         """The product of the normalised stream."""
-        options = {"norm": norm.weight, "eps": norm.eps, "gated": gated}
-        return project(self.hidden, linear.weight, linear.bias, **options)
+        return project(
+            self.hidden, linear.weight, linear.bias, norm=norm.weight, eps=norm.eps, gated=gated
+        )
 
     def add(self, x: Tensor, linear: Linear) -> None:
         """Add the product of x to the stream."""
