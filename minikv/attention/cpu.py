@@ -126,25 +126,27 @@ def plan(
     token_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
     blocks = _blocks(kv_indptr, opts, qo_indptr, new_keys)
     groups: list[list[Block]] = []
-    total = 0
     for block in sorted(blocks, key=lambda b: (b.rows, b.new, b.listed), reverse=True):
-        total += block.listed + block.new
-        if groups:
-            longest, n = groups[-1][0], len(groups[-1]) + 1
-            keys = longest.listed + longest.new
-            cells = n * block.rows * keys
-            if (
-                (block.rows, block.new) == (longest.rows, longest.new)
-                and (cells <= 2 * block.rows * total or cells <= SMALL_CELLS)
-                and cells * q.shape[1] <= CELLS
-                and n * keys * token_bytes <= KV_BYTES
-                and (block.listed > 0 or longest.listed == 0)
-            ):
-                groups[-1].append(block)
-                continue
-        groups.append([block])
-        total = block.listed + block.new
+        if groups and _fits(groups[-1], block, q.shape[1], token_bytes):
+            groups[-1].append(block)
+        else:
+            groups.append([block])
     return [_rectangle(sorted(group), kv_indices, opts) for group in groups]
+
+
+def _fits(group: list[Block], block: Block, q_heads: int, token_bytes: int) -> bool:
+    """Whether a group's rectangle takes one more block, padded to the group's first and longest."""
+    longest, n = group[0], len(group) + 1
+    keys = longest.listed + longest.new
+    cells = n * block.rows * keys
+    asked = block.rows * sum(b.listed + b.new for b in (*group, block))
+    return (
+        (block.rows, block.new) == (longest.rows, longest.new)
+        and (block.listed > 0 or longest.listed == 0)
+        and cells <= max(2 * asked, SMALL_CELLS)
+        and cells * q_heads <= CELLS
+        and n * keys * token_bytes <= KV_BYTES
+    )
 
 
 def _blocks(
@@ -243,8 +245,7 @@ def _places(
 
 
 def _run(slots: Tensor) -> slice | Tensor:
-    """The same slots as a slice when they count up by one, which needs no copy (looked for on the
-    CPU only)."""
+    """The same slots as a slice, which needs no copy, when they count up by one (CPU only)."""
     if slots.device.type == "cpu":
         first, count = int(slots[0]), slots.shape[0]
         if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):
@@ -277,7 +278,7 @@ def run(
     k: Tensor | None = None,
     v: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q [tokens, q_heads, d_qk] over a planned batch; returns out, or (out, lse)."""
+    """Attention of q [tokens, q_heads, d_qk] over a planned batch: out, or (out, lse)."""
     tokens, q_heads, _ = q.shape
     if not return_lse and out is None and len(parts) == 1 and parts[0].rows == slice(0, tokens):
         return _attend(parts[0], q, k_cache, v_cache, opts, False, k, v)[0]
@@ -324,18 +325,17 @@ def _attend(
         rows = rows * part.temperature[:, :, None, None]
 
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # heads before tokens
-    attention = F.scaled_dot_product_attention
     if N == 1 and not scores_needed and part.dead is None:
         # Heads that share a KV head are one block of queries.
         rows = rows.view(n, k.shape[1], -1, q.shape[2])
-        out = attention(rows, k, v, part.mask, scale=scale)
+        out = F.scaled_dot_product_attention(rows, k, v, part.mask, scale=scale)
         return out.reshape(n, q_heads, -1).to(q.dtype), None
     rows, lse = rows.transpose(1, 2), None
     if scores_needed:
         out, lse = _with_scores(part, rows, k, v, scale, opts)
     else:
         how = {"is_causal": part.triangle, "scale": scale, "enable_gqa": q_heads != k.shape[1]}
-        out = attention(rows, k, v, part.mask, **how)
+        out = F.scaled_dot_product_attention(rows, k, v, part.mask, **how)
     out = out.transpose(1, 2)  # [n, N, q_heads, d_v]
     if part.dead is not None:
         out = out.masked_fill(part.dead[:, :, None, None], 0)
@@ -357,11 +357,7 @@ def _gather(
 
 def _select(name: str, cache: Tensor, slots: slice | Tensor) -> Tensor:
     """``cache[slots]``; on the CPU in memory that this thread keeps, valid until the next call with
-    this name.
-
-    Fresh memory can cost more than the copy: for large blocks malloc asks the system for new pages
-    every time.
-    """
+    this name: for large blocks fresh memory can cost more than the copy."""
     if isinstance(slots, slice):
         return cache[slots]
     size = slots.shape[0] * cache.shape[1] * cache.shape[2]

@@ -22,8 +22,11 @@ from minikv.attention.tiles import (
     row_descriptors,
 )
 from minikv.device import capability_of
+from minikv.errors import ArgumentError
 from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
+
+MOST_MERGED = 65535  # rows of results in parts: what an axis of a grid holds
 
 
 def launch_extend(
@@ -58,6 +61,9 @@ def launch_extend(
         programs, mean_prefix = places * q_heads * columns, kv_indices.shape[0] // batch
         num_splits = prefix_splits(processors_of(q.device), programs, mean_prefix, tiles.block_n)
     split = num_splits > 1
+    if split and tokens > MOST_MERGED:
+        remedy = f"its num_kv_splits is for at most {MOST_MERGED} rows of q; pass none"
+        raise ArgumentError("plan", plan, remedy)
     target, target_lse, sinks = out, lse, opts.sinks
     if split:
         rows = tokens * num_splits, q_heads

@@ -190,9 +190,10 @@ def test_misuse_is_named(way):
     engine = Engine(way, [LayerAttention()])
     q, k = torch.zeros(2, 4, 16, device=way.device), torch.zeros(2, 2, 16, device=way.device)
     engine.add(1)
+    slots = torch.tensor([4, 5], device=way.device)
+    step = StepInputs(engine.rows, engine.lens, engine.lens + 3, slots)
     with pytest.raises(ArgumentError, match=r"out_slots.*must be \[3\]"):
-        slots = torch.tensor([4, 5], device=way.device)
-        engine.attention.prepare(StepInputs(engine.rows, engine.lens, engine.lens + 3, slots))
+        engine.attention.prepare(step)
     engine.step([3])
     with pytest.raises(ArgumentError, match="prepared for 3 tokens"):
         engine.attention.forward(0, q, k, k, engine.metadata)

@@ -11,7 +11,7 @@ from cases import Case, assert_close, make_case, random_mask
 from torch import Tensor
 
 from minikv.attention import AttentionPlan, extend_attention, extend_attention_unified
-from minikv.errors import StateError
+from minikv.errors import ArgumentError, StateError
 from minikv.graphs.tape import Tape
 
 ROWS, LONGEST = 3, 20
@@ -78,6 +78,7 @@ class Static:
         return make_case(prefix, new, **sizes, **masks)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # rows past the batch hold anything
 @MASKED
 @FORMS
 def test_a_recorded_extend_reads_nothing_on_the_host(form: str, masked: bool, device: str) -> None:
@@ -96,6 +97,14 @@ def test_without_a_plan_values_are_checked_on_the_host() -> None:
     static.plan = None  # type: ignore[assignment]
     with pytest.raises(StateError, match="on the host"), Tape():
         static.run()
+
+
+def test_fixed_splits_are_for_few_rows() -> None:
+    q, pool = torch.zeros(1 << 16, 1, 16), torch.zeros(4, 1, 16)
+    plan = AttentionPlan(1, 1, pool, pool, num_kv_splits=2)
+    lists = torch.tensor([0, 1 << 16]), torch.tensor([0, 1]), torch.tensor([1])
+    with pytest.raises(ArgumentError, match="at most 65535 rows"):
+        extend_attention(q, q, q, pool, pool, *lists, plan=plan, backend="triton")
 
 
 @pytest.mark.gpu
