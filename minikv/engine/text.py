@@ -10,7 +10,7 @@ are. Windowed decoding is how text-generation-inference and vLLM do it too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 UNFINISHED = "\ufffd"
@@ -28,6 +28,7 @@ class TextStream:
     stop
         Texts that end the output. The one that is complete first wins (of two complete at the same
         character, the longer), so the result does not depend on how the text is cut into tokens.
+        A special token has no text; a stop text that is one ends the output at that token.
     keep_stop
         Leave the stop text in.
 
@@ -50,6 +51,9 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), keep_stop: bool = False) -> None:
         self._tokenizer, self._stop, self._keep_stop = tokenizer, tuple(stop), keep_stop
         self._longest = max(map(len, self._stop), default=0)
+        self._specials: Mapping[int, str] = getattr(tokenizer, "specials", {})
+        ids = {name: i for i, name in self._specials.items() if name in self._stop}
+        self._ends = {i for name, i in ids.items() if i in tokenizer.encode(name)}
         self._window: list[int] = []
         self._sent = 0  # characters of the window's text that have left it
         self._held = ""  # whole characters that may be the beginning of a stop text
@@ -59,14 +63,21 @@ class TextStream:
         """Take new tokens, give out the text that is certain. `final` flushes what is held back."""
         if self.stopped or self._tokenizer is None:
             return ""
-        out = self._characters(list(ids), final)
+        ids = list(ids)
+        end = next((i for i in ids if i in self._ends), None)
+        if end is not None:
+            ids, final = ids[: ids.index(end)], True
+        out = self._characters(ids, final)
         if self._stop:
             out = self._until_stop(out, final)
+        if end is not None and not self.stopped:
+            self.stopped = True
+            out += self._specials[end] if self._keep_stop else ""
         self.text += out
         return out
 
     def _characters(self, ids: list[int], final: bool) -> str:
-        self._window += ids
+        self._window += [i for i in ids if i not in self._specials]  # the window holds what shows
         text = self._tokenizer.decode(self._window)
         end = len(text)
         while not final and len(text) - end < MAX_HELD and text.endswith(UNFINISHED, 0, end):

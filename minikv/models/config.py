@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "factors")
+# What configs of several families call the part of a head that rotates.
+PARTS_OF_A_HEAD = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_dim")
 
 
 @dataclass(frozen=True)
@@ -137,14 +139,15 @@ class ModelConfig:
                 raise ArgumentError(
                     "config.json", architecture, f"lacks {key!r}; is it a complete {named} config?"
                 )
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(
                     key, value, "must be an integer, 1 or more; is the model's config damaged?"
                 )
             return value
 
         layers, q_heads = need("num_hidden_layers"), need("num_attention_heads")
-        bias = bool(config.get("attention_bias", False))
+        biased = architecture not in ("mistral", "qwen2")  # to these the key means nothing
+        bias = biased and bool(config.get("attention_bias", False))
         if config.get("hidden_act", "silu") != "silu":
             raise ArgumentError("hidden_act", config["hidden_act"], "minikv has silu")
         for flag in ("mlp_bias", "quantization_config"):
@@ -154,16 +157,22 @@ class ModelConfig:
                     config[flag],
                     "minikv does not read such checkpoints; use a plain bf16 one",
                 )
-        theta, scaling = _rope(config)
+        head_dim = need("head_dim", need("hidden_size") // q_heads)
+        longest = need("max_position_embeddings")
+        theta, scaling = _rope(config, head_dim)
+        if scaling and scaling["rope_type"] == "yarn":  # some configs name the unscaled length
+            scaled = int(scaling["factor"] * scaling["original_max_position_embeddings"])
+            longest = max(longest, scaled)
         shape: dict[str, Any] = {
             "kv_heads": need("num_key_value_heads", q_heads),
-            "head_dim": need("head_dim", need("hidden_size") // q_heads),
+            "head_dim": head_dim,
             "qkv_bias": bias or architecture == "qwen2",
             "o_bias": bias,
         }
         if architecture == "deepseek_v2":
             shape |= _mla(config, layers, bias)
-        eos = (generation or {}).get("eos_token_id", config.get("eos_token_id"))
+        eos = (generation or {}).get("eos_token_id")
+        eos = config.get("eos_token_id") if eos is None else eos
         stored = config.get("dtype") or config.get("torch_dtype") or "float32"
         return cls(
             architecture=architecture,
@@ -172,10 +181,10 @@ class ModelConfig:
             intermediate_size=need("intermediate_size"),
             q_heads=q_heads,
             vocab_size=need("vocab_size"),
-            max_context=need("max_position_embeddings"),
+            max_context=longest,
             rope_theta=theta,
             rope_scaling=scaling,
-            rms_eps=config.get("rms_norm_eps", 1e-6),
+            rms_eps=_number("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             qk_norm=architecture == "qwen3",
             sliding_window=_windows(config, architecture, layers),
@@ -185,27 +194,40 @@ class ModelConfig:
         )
 
 
-def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
+def _rope(config: dict[str, Any], head_dim: int) -> tuple[float, dict[str, Any] | None]:
     """Base frequency and scaling from ``rope_theta`` + ``rope_scaling``, or from the newer
-    ``rope_parameters``."""
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    ``rope_parameters``; where a config has both, the older one counts, as in transformers."""
+    spelling = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    found = dict(config.get(spelling) or {})
+    if any(isinstance(value, dict) for value in found.values()):
+        raise ArgumentError(spelling, found, "minikv turns all layers alike; give one dict")
     theta = found.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
     found.setdefault("rope_type", found.pop("type", "default"))
     kind = found["rope_type"]
     if kind not in ROPE_TYPES:
         raise ArgumentError("rope_type", kind, f"minikv has {', '.join(ROPE_TYPES)}")
-    if (found.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ArgumentError("partial_rotary_factor", config, "minikv rotates whole heads only")
+    for key in PARTS_OF_A_HEAD:
+        part = config.get(key) if found.get(key) is None else found[key]
+        if part not in (None, head_dim if key.endswith("dim") else 1):
+            raise ArgumentError(key, part, "minikv rotates whole heads only")
     if kind in ("llama3", "yarn"):
         key, longest = "original_max_position_embeddings", config["max_position_embeddings"]
-        found[key] = config.get(key) or found.get(key) or longest
+        found[key] = _number(key, config.get(key) or found.get(key) or longest)
         found["factor"] = found.get("factor") or longest / found[key]
-    return float(theta), None if kind == "default" else found
+    if kind in ("linear", "llama3", "yarn"):
+        found["factor"] = _number("factor", found["factor"])
+    return _number("rope_theta", theta), None if kind == "default" else found
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ArgumentError(key, value, "must be a number above 0; is the model's config damaged?")
+    return float(value)
 
 
 def _windows(config: dict[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
     """Each layer's window as the kernels take it: n - 1, or -1 where the layer sees everything."""
-    keys = config.get("sliding_window")
+    keys = config.get("sliding_window", 4096)  # what transformers takes where the key is missing
     if architecture in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
         keys = None
     if keys is None or architecture in ("llama", "deepseek_v2"):

@@ -117,8 +117,8 @@ def _find(name: str, progress: bool) -> Path:
     if name and path.is_dir():
         if (path / "config.json").exists():
             return path
-        files = list(path.glob("*.gguf"))
-        if len(files) == 1:
+        files = sorted(path.glob("*.gguf"))  # one file, or the parts of one
+        if len({re.sub(r"-\d{5}-of-\d{5}$", "", file.stem) for file in files}) == 1:
             return files[0]
         raise ArgumentError(
             "model",

@@ -18,6 +18,7 @@ from minikv.models.files.reading import read_json, reading
 from minikv.models.files.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 INDEX = "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def open_folder(
@@ -58,18 +59,34 @@ def open_folder(
             f"{folder} has no tokenizer.json: text is read as bytes, token ids work as they are",
             stacklevel=3,
         )
+    if config.tie_embeddings:
+        cpu = torch.device("cpu")
+        heads = [head for _, head in _tensors(folder, shards, cpu, HEAD)]
+        rows = _tensors(folder, shards, cpu, EMBEDDING) if heads else ()
+        if any(not torch.equal(heads[0], row.to(heads[0].dtype)) for _, row in rows):
+            warnings.warn(
+                f"{folder}: {HEAD} differs from the embedding, so it is used, although "
+                "config.json ties the two (tie_word_embeddings)",
+                stacklevel=3,
+            )
+            config = replace(config, tie_embeddings=False)
     with reading(folder, "config.json"):
         return Decoder(config, device, dtype), tokenizer, _tensors(folder, shards, device)
 
 
-def _shards(folder: Path) -> list[Path]:
-    """The weight files of a folder: all shards of the index, or the single file."""
-    shards = [folder / "model.safetensors"]
-    if (folder / INDEX).exists():
-        shards = sorted(
-            {folder / name for name in read_json(folder / INDEX)["weight_map"].values()}
-        )
-    missing = ", ".join(shard.name for shard in shards if not shard.exists())
+def _shards(folder: Path) -> dict[str, list[str]]:
+    """The weight files of a folder, each with the tensors that the index takes from it: all shards
+    of the index, or the single file, of which all is taken (an empty list)."""
+    shards: dict[str, list[str]] = {}
+    if not (folder / INDEX).exists():
+        shards["model.safetensors"] = []
+    else:
+        for name, shard in read_json(folder / INDEX)["weight_map"].items():
+            if ".." in Path(shard).parts or Path(shard).is_absolute():
+                remedy = f"its {INDEX} names {shard!r}, outside of the folder; fetch it again"
+                raise ArgumentError("model", str(folder), remedy)
+            shards.setdefault(shard, []).append(name)
+    missing = ", ".join(sorted(shard for shard in shards if not (folder / shard).exists()))
     if missing:
         raise ArgumentError(
             "model",
@@ -80,14 +97,18 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _tensors(
-    folder: Path, shards: list[Path], device: torch.device
+    folder: Path,
+    shards: dict[str, list[str]],
+    device: torch.device,
+    only: str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    for shard in shards:
+    for shard, listed in shards.items():
         with (
-            reading(folder, shard.name),
-            safe_open(shard, framework="pt", device=str(device)) as file,
+            reading(folder, shard),
+            safe_open(folder / shard, framework="pt", device=str(device)) as file,
         ):
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                yield name, file.get_tensor(name)
+            for name in listed or file.keys():
+                if only in (None, name):
+                    yield name, file.get_tensor(name)

@@ -1,26 +1,22 @@
-"""Text to token ids and back: tokenizers of GGUF files and Hugging Face folders, a byte tokenizer,
-chat templates."""
+"""Text to token ids and back: tokenizers of GGUF files and Hugging Face folders, and a byte
+tokenizer."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from datetime import datetime
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 import jinja2
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
 from minikv.errors import ArgumentError
+from minikv.models.files.chat import Message, check_messages, compile_template
 from minikv.models.files.reading import read_json
-
-Message = dict[str, Any]
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
@@ -35,6 +31,7 @@ _CUTS: dict[str, list[Any]] = {
     "llama-bpe": [Split(Regex(_WORDS % "{1,3}"), "isolated")],
     "qwen2": [Split(Regex(_WORDS % ""), "isolated")],
 }
+_SAME_CUTS = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 _CONTROL, _DEFINED_BY_USER = 3, 4  # types of a GGUF file's tokens
 _GGUF_NAMES = {
     "bos_token": "bos",
@@ -42,6 +39,18 @@ _GGUF_NAMES = {
     "unk_token": "unknown",
     "pad_token": "padding",
 }
+
+
+# What folders call their special tokens, in the order in which transformers adds them.
+_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class Tokenizer(Protocol):
@@ -108,7 +117,7 @@ class ByteTokenizer:
                 raise ArgumentError(
                     "role", message["role"], f"the byte tokenizer knows {', '.join(self.roles)}"
                 )
-            ids += [self.roles[message["role"]], *self.encode(str(message.get("content", ""))), 256]
+            ids += [self.roles[message["role"]], *self.encode(message.get("content", "")), 256]
         return [*ids, self.roles["assistant"]]
 
 
@@ -143,15 +152,25 @@ class FileTokenizer:
         template: str | None,
         add_bos: bool | None,
     ) -> None:
+        backend.no_truncation()  # what a file says of these two was for training
+        backend.no_padding()
         self.backend, self.eos_ids = backend, frozenset(eos_ids)
         self.names, self.template, self.add_bos = names, template, add_bos
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = backend.token_to_id(names.get("bos_token", ""))
-        self.specials = {
-            i: token.content
-            for i, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = backend.get_added_tokens_decoder()
+        self.specials = {i: token.content for i, token in added.items() if token.special}
+        steps = b"" if backend.decoder is None else backend.decoder.__getstate__()
+        # Added tokens are no bytes, but a byte-level decoder takes letters such as đ for some.
+        self._written: dict[int, str] = {}
+        if b'"ByteLevel"' in steps:
+            texts = {i: token.content for i, token in added.items() if not token.special}
+            self._written = {i: text for i, text in texts.items() if backend.decode([i]) != text}
+        # Ids of the tokens <0x00> .. <0xFF>, which stand for single bytes, where there are any.
+        found = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        falls_back = b'"ByteFallback"' in steps and None not in found
+        self._byte_ids = [i for i in found if i is not None] if falls_back else []
+        self._bytes = {i: byte for byte, i in enumerate(self._byte_ids)}
 
     def encode(self, text: str) -> list[int]:
         ids = self.backend.encode(text, add_special_tokens=self.add_bos is not False).ids
@@ -160,7 +179,25 @@ class FileTokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+        shown = [i for i in ids if i not in self.specials]
+        text = ""
+        for written, run in groupby(shown, self._written.__contains__):
+            if written:
+                text += "".join(self._written[i] for i in run)
+            else:
+                text += self.backend.decode(self._whole_characters(run))
+        return text
+
+    def _whole_characters(self, ids: Iterable[int]) -> list[int]:
+        """The same ids, but what is no UTF-8 in a run of byte tokens is replaced by U+FFFD: the
+        library would give up the whole run for one byte of it."""
+        whole: list[int] = []
+        for is_byte, run in groupby(ids, self._bytes.__contains__):
+            if is_byte:
+                text = bytes(self._bytes[i] for i in run).decode(errors="replace")
+                run = (self._byte_ids[byte] for byte in text.encode())
+            whole += run
+        return whole
 
     def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         return self.backend.encode(self.render(messages, tools), add_special_tokens=False).ids
@@ -195,35 +232,28 @@ class FileTokenizer:
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        """The template in a sandbox, with the helpers that the hub's templates expect to find."""
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-        env.filters["tojson"] = _tojson
-        env.globals |= {
-            "raise_exception": _refuse,
-            "strftime_now": lambda form: datetime.now().strftime(form),
-        }
-        return env.from_string(self.template or "")
+        return compile_template(self.template or "")
 
     @classmethod
     def from_gguf(cls, metadata: dict[str, Any], eos_ids: Iterable[int]) -> FileTokenizer:
         """Build from GGUF metadata (byte-level BPE; other kinds raise :class:`ArgumentError`)."""
         given = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-        rule, tokens = given.get("pre", "default"), given.get("tokens", [])
-        if given.get("model") != "gpt2" or rule not in _CUTS:
+        model, named = given.get("model"), given.get("pre", "default")
+        rule = _SAME_CUTS.get(named, named)
+        if model != "gpt2" or rule not in _CUTS:
             raise ArgumentError(
-                "tokenizer.ggml.pre",
-                f"{given.get('model')}/{rule}",
+                f"tokenizer.ggml.{'pre' if model == 'gpt2' else 'model'}",
+                f"{model}/{named}",
                 f"gpt2 with {', '.join(_CUTS)} is known; use an HF folder",
             )
+        tokens = given["tokens"]
         vocab = {token: i for i, token in enumerate(tokens)}
-        merges = [tuple(pair.split(" ", 1)) for pair in given.get("merges", [])]
-        backend: Any = Backend(
-            models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama-bpe")
-        )
+        merges: Any = [tuple(pair.split(" ", 1)) for pair in given.get("merges", [])]
+        try:
+            bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=rule == "llama-bpe")
+        except Exception as e:  # of the library, for pairs that are none or not in the vocabulary
+            raise ArgumentError("tokenizer.ggml.merges", str(e), "fetch the file again") from e
+        backend: Any = Backend(bpe)
         pieces = ByteLevel(add_prefix_space=False, use_regex=rule not in ("llama-bpe", "qwen2"))
         backend.pre_tokenizer = Sequence([*_CUTS[rule], pieces])
         backend.decoder = decoders.ByteLevel()
@@ -231,19 +261,21 @@ class FileTokenizer:
             backend.normalizer = normalizers.NFC()
         added = [
             AddedToken(token, normalized=False, special=kind == _CONTROL)
-            for token, kind in zip(tokens, given.get("token_type", []), strict=False)
+            for token, kind in zip(tokens, given["token_type"], strict=True)
             if kind in (_CONTROL, _DEFINED_BY_USER)
         ]
         backend.add_tokens(added)
         ids = {name: given.get(f"{key}_token_id") for name, key in _GGUF_NAMES.items()}
         names = {name: tokens[i] for name, i in ids.items() if i is not None}
         template = metadata.get("tokenizer.chat_template")
-        return cls(backend, eos_ids, names, template, bool(given.get("add_bos_token", False)))
+        add_bos = given.get("add_bos_token", rule == "llama-bpe")  # as llama.cpp decides
+        return cls(backend, eos_ids, names, template, add_bos)
 
     @classmethod
     def from_folder(cls, folder: str | Path, eos_ids: Iterable[int]) -> FileTokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja`` of a
-        Hugging Face folder.
+        Hugging Face folder, and what older versions wrote besides; the start token comes where
+        ``tokenizer.json`` puts it, as in transformers 5.
 
         Parameters
         ----------
@@ -260,11 +292,23 @@ class FileTokenizer:
         folder = Path(folder)
         backend = Backend.from_file(str(folder / "tokenizer.json"))
         settings = read_json(folder / "tokenizer_config.json")
-        given = {name: settings[name] for name in _GGUF_NAMES if settings.get(name)}
-        names = {
-            name: token if isinstance(token, str) else token["content"]
-            for name, token in given.items()
-        }
+        listed = settings.get("added_tokens_decoder")
+        if listed is None:  # then two files of older versions count
+            settings |= read_json(folder / "special_tokens_map.json")
+            older = read_json(folder / "added_tokens.json")
+            have = {token.content for token in backend.get_added_tokens_decoder().values()}
+            listed = {i: {"content": text} for text, i in older.items() if text not in have}
+        if backend.padding is not None:
+            settings.setdefault("pad_token", backend.padding["pad_token"])
+        order = [*_NAMES, *(name for name in settings if name.endswith("_token"))]
+        given = {name: settings[name] for name in order if settings.get(name)}
+        tokens = {name: token for name, token in given.items() if isinstance(token, (str, dict))}
+        extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
+        if isinstance(extra, dict):
+            tokens |= extra
+            extra = None
+        names = {name: _flags(token)["content"] for name, token in tokens.items()}
+        _add_tokens(backend, listed, [*tokens.values(), *(extra or ())])
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -272,48 +316,36 @@ class FileTokenizer:
         if template_file.exists():
             template = template_file.read_text(encoding="utf-8")
         stops = {*eos_ids, backend.token_to_id(names.get("eos_token", ""))} - {None}
-        return cls(backend, stops, names, template, settings.get("add_bos_token"))
+        return cls(backend, stops, names, template, None)
 
 
-def check_messages(messages: list[Message]) -> list[Message]:
-    """The messages, fields that are None dropped; raises for anything that is not a list of dicts
-    with a role."""
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(m, dict) and "role" in m for m in messages)
-    ):
-        raise ArgumentError(
-            "messages", messages, 'pass a list of {"role": "user", "content": "..."}'
-        )
-    return [
-        {key: value for key, value in message.items() if value is not None} for message in messages
-    ]
+def _add_tokens(
+    backend: Any, listed: dict[Any, dict[str, Any]], specials: list[str | dict[str, Any]]
+) -> None:
+    """Add what a folder says of tokens outside of its ``tokenizer.json``, in transformers' order.
+
+    Parameters
+    ----------
+    listed
+        Flags of added tokens by id; they count more than those of ``tokenizer.json``.
+    specials
+        Special tokens, by text or flags; added where nothing else has them.
+    """
+    have = {token.content for token in backend.get_added_tokens_decoder().values()}
+    known = {_flags(token)["content"] for token in specials}
+    every = [*(listed[i] for i in sorted(listed, key=int)), *specials]
+    added: dict[str, AddedToken] = {}
+    for number, token in enumerate(every):
+        flags = _flags(token)
+        text = flags["content"]
+        flags["special"] = flags.get("special", False) or text in known
+        if text not in added and (number < len(listed) or text not in have):
+            added[text] = AddedToken(**flags)
+    backend.add_tokens(list(added.values()))
 
 
-class _Generation(Extension):
-    """``{% generation %}`` marks the assistant's text for training; here its body is simply
-    rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own interface)
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    x: Any,
-    ensure_ascii: bool = False,
-    indent: Any = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-):
-    """Plain JSON; jinja2's own filter would escape HTML."""
-    return json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _flags(token: str | dict[str, Any]) -> dict[str, Any]:
+    """The text of a token and how it is matched, without the name of a Python class."""
+    if isinstance(token, str):
+        return {"content": token}
+    return {key: value for key, value in token.items() if key != "__type"}
