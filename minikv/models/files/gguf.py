@@ -182,7 +182,8 @@ def _tensors(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]
         if part:
             place = f"model.layers.{layer}.{LAYER_TENSORS.get(part, part)}"
         tensor = file.read(name)
-        if config.architecture == "llama" and part in ("attn_q", "attn_k"):
+        whole = tensor.shape[0] % config.head_dim == 0  # else the sizes are damaged
+        if config.architecture == "llama" and part in ("attn_q", "attn_k") and whole:
             tensor = unpermute(tensor, config.head_dim)
         yield f"{place}.{kind}", tensor
 
