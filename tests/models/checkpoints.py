@@ -101,7 +101,6 @@ def shape(rng: random.Random, family: str) -> dict[str, Any]:
         "rms_norm_eps": rng.choice([1e-6, 1e-5]),
         "hidden_act": "silu",
         "tie_word_embeddings": rng.random() < 0.5,
-        "use_cache": True,
         "transformers_version": rng.choice(["4.41.2", "4.57.1", "5.24.0"]),
     }
     config[rng.choice(["dtype", "torch_dtype"])] = rng.choice(["float32", "bfloat16", "float16"])
@@ -265,7 +264,6 @@ def _tokenizer(rng: random.Random, made: Checkpoint, path: Path) -> None:
     if made.family.startswith("qwen") and rng.random() < 0.5:
         names["bos_token"] = None
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    settings["model_max_length"] = 4096
     if rng.random() < 0.3:
         settings["clean_up_tokenization_spaces"] = rng.random() < 0.5
     if rng.random() < 0.3:
@@ -284,6 +282,8 @@ def _tokenizer(rng: random.Random, made: Checkpoint, path: Path) -> None:
             k: {"__type": "AddedToken", **v} if isinstance(v, dict) else v for k, v in names.items()
         }
     if listed == "decoder":
+        if rng.random() < 0.3:
+            extra[-2] |= {rng.choice(["lstrip", "rstrip", "single_word"]): True}
         settings["added_tokens_decoder"] = {
             str(token["id"]): {k: v for k, v in token.items() if k != "id"} for token in extra
         }

@@ -92,6 +92,7 @@ MALFORMED: list[tuple[str, Any]] = [
     ("llama.attention.head_count_kv", [2, 2]),
     ("llama.attention.layer_norm_rms_epsilon", "small"),
     ("llama.context_length", -1),
+    ("llama.context_length", None),
     ("llama.rope.freq_base", "10000"),
     ("llama.rope.dimension_count", [4]),
     ("llama.rope.scaling.type", "longrope"),
@@ -149,6 +150,18 @@ def test_n14_a_value_of_an_unknown_type_names_its_key(smollm: Path, tmp_path: Pa
         (tmp_path / "a.gguf").write_bytes(damaged)
         with pytest.raises(ArgumentError, match=f"key {key.decode()}"):
             read(tmp_path / "a.gguf")
+
+
+def test_n14_damaged_sizes_of_a_tensor_name_it(smollm: Path, tmp_path: Path) -> None:
+    name = b"blk.0.attn_q.weight"
+    damaged = bytearray(smollm.read_bytes())
+    rows = damaged.index(struct.pack("<Q", len(name)) + name) + 8 + len(name) + 4 + 8
+    damaged[rows : rows + 8] = struct.pack("<Q", 7)
+    (tmp_path / "a.gguf").write_bytes(damaged)
+    with pytest.raises(
+        ArgumentError, match=r"tensor model\.layers\.0\.self_attn\.q_proj.*expected"
+    ):
+        read(tmp_path / "a.gguf")
 
 
 def test_n14_damaged_bytes_never_escape_as_other_errors(smollm: Path, tmp_path: Path) -> None:

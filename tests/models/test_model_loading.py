@@ -34,6 +34,8 @@ def test_the_window_of_n_keys_becomes_n_minus_one() -> None:
     mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
     assert ModelConfig.from_hf(mistral).sliding_window == (4095, 4095)
     assert ModelConfig.from_hf(mistral | {"sliding_window": None}).sliding_window == (-1, -1)
+    del mistral["sliding_window"]  # then transformers takes 4096
+    assert ModelConfig.from_hf(mistral).sliding_window == (4095, 4095)
     qwen = LLAMA | {
         "architectures": ["Qwen2ForCausalLM"],
         "sliding_window": 8,

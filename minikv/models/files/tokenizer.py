@@ -164,7 +164,7 @@ class FileTokenizer:
         # Added tokens are no bytes, but a byte-level decoder takes letters such as đ for some.
         self._written: dict[int, str] = {}
         if b'"ByteLevel"' in steps:
-            texts = {i: token.content for i, token in added.items() if not token.special}
+            texts = {i: token.content for i, token in added.items()}
             self._written = {i: text for i, text in texts.items() if backend.decode([i]) != text}
         # Ids of the tokens <0x00> .. <0xFF>, which stand for single bytes, where there are any.
         found = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
