@@ -214,7 +214,7 @@ class GGUFFile:
     metadata
         Values of the header's keys.
     records
-        Shape, type and offset of each tensor by its name, in the file's order.
+        Shape, type and bytes (with what lies behind them) of each tensor, by its name.
 
     Raises
     ------
