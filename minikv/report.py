@@ -85,12 +85,14 @@ def examine() -> Report:
     )
     if chosen.type == "cuda":
         major, minor = torch.cuda.get_device_capability(chosen)
-        name += f" (sm{major}{minor}, {torch.cuda.get_device_properties(chosen).multi_processor_count} SMs)"
+        processors = torch.cuda.get_device_properties(chosen).multi_processor_count
+        name += f" (sm{major}{minor}, {processors} SMs)"
     memory = device.memory_facts(chosen)
     facts = {
         "tier": {
             "cuda": "cuda (compiled Triton kernels)",
-            "interpreter": "interpreter (PyTorch on the CPU; Triton kernels run interpreted where asked)",
+            "interpreter": "interpreter (PyTorch on the CPU; Triton kernels "
+            "run interpreted where asked)",
             "torch": "torch (PyTorch only, no Triton)",
         }[tier],
         "device": f"{chosen.type}: {name}",

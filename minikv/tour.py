@@ -20,11 +20,15 @@ from minikv.errors import ArgumentError, StateError
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>minikv tour</title><style>
-body{{font:16px/1.6 system-ui,sans-serif;max-width:46rem;margin:3rem auto;padding:0 1rem;color:#1b1b1b;background:#fff}}
-li{{margin:.6rem 0}} a{{font-weight:600;color:#005a8c}} small{{display:block;color:#555}} .bad{{color:#a33000}}
-@media(prefers-color-scheme:dark){{body{{color:#e8e8e8;background:#111}}a{{color:#7cc4f0}}small{{color:#aaa}}.bad{{color:#ff9a6b}}}}
+body{{font:16px/1.6 system-ui,sans-serif;max-width:46rem;margin:3rem auto;padding:0 1rem;
+  color:#1b1b1b;background:#fff}}
+li{{margin:.6rem 0}} a{{font-weight:600;color:#005a8c}} small{{display:block;color:#555}}
+.bad{{color:#a33000}}
+@media(prefers-color-scheme:dark){{body{{color:#e8e8e8;background:#111}}
+  a{{color:#7cc4f0}}small{{color:#aaa}}.bad{{color:#ff9a6b}}}}
 </style></head><body><h1>minikv tour</h1>
-<p>{summary}</p><ul>{items}</ul><p>To change and rerun them: <code>minikv lab</code></p></body></html>
+<p>{summary}</p><ul>{items}</ul>
+<p>To change and rerun them: <code>minikv lab</code></p></body></html>
 """
 
 
@@ -53,7 +57,8 @@ def notebooks_dir() -> Path:
         if any(folder.glob("[0-9][0-9]_*.ipynb")):
             return folder
     raise StateError(
-        "no notebooks folder: run this inside a clone of minikv, installed with pip install -c constraints.txt -e ."
+        "no notebooks folder: run this inside a clone of minikv, installed with "
+        "pip install -c constraints.txt -e ."
     )
 
 
@@ -168,7 +173,8 @@ def tour(only: str | None = None, out: str | os.PathLike[str] = "minikv-tour") -
         stops.append(Stop(path, page, title, time.perf_counter() - began, error))
     (folder / "index.html").write_text(_index(stops), encoding="utf-8")
     print(
-        f"wrote {folder / 'index.html'}; open {(folder / 'index.html').resolve().as_uri()} in a browser"
+        f"wrote {folder / 'index.html'}; open {(folder / 'index.html').resolve().as_uri()} in a "
+        "browser"
     )
     return stops
 
@@ -230,7 +236,10 @@ def _index(stops: list[Stop]) -> str:
         for stop in stops
     )
     count = "1 notebook" if len(stops) == 1 else f"{len(stops)} notebooks"
-    summary = f"{count}, run on {report.facts['device']}, tier {report.tier}, torch {report.facts['torch']}."
+    summary = (
+        f"{count}, run on {report.facts['device']}, tier {report.tier}, torch "
+        f"{report.facts['torch']}."
+    )
     return PAGE.format(summary=html.escape(summary), items=items)
 
 

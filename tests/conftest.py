@@ -34,7 +34,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def model_file() -> Path:
-    """SmolLM2's file; without it (no network, nothing cached) tests that need it say so and skip."""
+    """SmolLM2's file; without it (no network, nothing cached) tests that need it say so and
+    skip."""
     try:
         return model_path(progress=False)
     except StateError as e:

@@ -22,7 +22,8 @@ Names = Sequence[Sequence[str]]  # of the parts of a result, of the parts of the
 
 @dataclass
 class Line:
-    """One sequence of cells of the result, as it was expected and as it came (None: there is none)."""
+    """One sequence of cells of the result, as it was expected and as it came (None: there is
+    none)."""
 
     name: str
     cells: dict[str, list[Any] | None] = field(default_factory=lambda: dict.fromkeys(SIDES))

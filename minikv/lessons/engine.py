@@ -239,7 +239,8 @@ def _judge(task: Exercise, function: Any) -> Verdict:
 
     if not callable(function):
         return failed(
-            f"pass your function itself, as in check({task.id!r}, my_function), not {type(function).__name__}"
+            f"pass your function itself, as in check({task.id!r}, my_function), not "
+            f"{type(function).__name__}"
         )
     done = 0
     for case in task.cases():
@@ -274,8 +275,12 @@ def _judge(task: Exercise, function: Any) -> Verdict:
             problem = task.wrong(case, expected, got)
         except KeyboardInterrupt:
             raise
-        except BaseException as e:  # an answer of a shape that no judge foresaw, or that runs code when it is looked at
-            problem = f"the result, a {type(got).__name__}, is not of the kind that is asked for ({type(e).__name__})"
+        # an answer of a shape that no judge foresaw, or that runs code when it is looked at
+        except BaseException as e:
+            problem = (
+                f"the result, a {type(got).__name__}, is not of the kind that is asked for "
+                f"({type(e).__name__})"
+            )
         if problem:
             cause = _known_cause(task, function)
             message = f"{shown}: {problem}" + (f". This looks like: {cause}" if cause else "")

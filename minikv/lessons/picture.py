@@ -23,7 +23,8 @@ NAMES: dict[str, str] = dict(
 
 
 def draw(task: Exercise, case: Case, expected: Any, got: Any) -> Drawing | str:
-    """The picture of a failing case, or a word where a result of some strange kind cannot be drawn."""
+    """The picture of a failing case, or a word where a result of some strange kind cannot be
+    drawn."""
     made = [attempt(lambda: task.picture and task.picture(case, expected, got))]
     if not task.alone:
         made.append(attempt(lambda: side_by_side(expected, got, names=task.parts, note=case.why)))
@@ -57,8 +58,11 @@ def side_by_side(expected: Any, got: Any, *, names: Names = (), note: str = "") 
     start = max(0, min(first - LINES // 2, len(every) - LINES))
     place = every[first].differs_at() or 0 if first < len(every) else 0
     where = f"{every[first].name} at {place}".strip() if first < len(every) else "in no cell shown"
-    canvas = Canvas("Expected, and yours", f"The result expected and the one that came; they differ first {where}.",
-                    subtitle=" · ".join(filter(None, [note, "the round mark shows the first difference"])))  # fmt: skip
+    canvas = Canvas(
+        "Expected, and yours",
+        f"The result expected and the one that came; they differ first {where}.",
+        subtitle=" · ".join(filter(None, [note, "the round mark shows the first difference"])),
+    )
     y, text, rows = canvas.top + 4, [canvas.title + (f" ({note})" if note else "")], []
     for at, line in list(enumerate(every))[start : start + LINES]:
         y = _draw(canvas, line, y, place if at == first else None, text, rows)
@@ -81,7 +85,8 @@ def _draw(
     text: list[str],
     rows: list[dict[str, Any]],
 ) -> float:
-    """One line of the result: boxes for each side, and the mark between them; returns the y below."""
+    """One line of the result: boxes for each side, and the mark between them; returns the y
+    below."""
     at, low, x0 = mark or 0, max((mark or 0) - 7, 0), canvas.margin + 82
     seen = {side: cells[low : low + 16] for side, cells in line.cells.items() if cells is not None}
     words = {side: [shorten(word(v), WIDE) for v in cells] for side, cells in seen.items()}
@@ -125,8 +130,16 @@ def _draw(
                 step - 4, 7.8 * columns(some[0]) + 12 if len(some) == 1 else 0
             )  # "raised ..." beside small cells
             canvas.rect(x0 + i * step, y, box, 30, **look)
-            canvas.text(x0 + i * step + box / 2, y + 19.5, some[i] if there else "—", mono=True, anchor="middle",
-                        weight=600 if here else 400, fill=INK if there else MUTED, fit=box - 4)  # fmt: skip
+            canvas.text(
+                x0 + i * step + box / 2,
+                y + 19.5,
+                some[i] if there else "—",
+                mono=True,
+                anchor="middle",
+                weight=600 if here else 400,
+                fill=INK if there else MUTED,
+                fit=box - 4,
+            )
             rows.append(
                 {"part": line.name, "at": low + i, "side": side, "value": some[i] if there else ""}
             )
@@ -162,7 +175,10 @@ def stack(*drawings: Drawing) -> Drawing:
         sum(h for _, h in sizes) - 18,
     )
     for one, (w, h) in zip(drawings, sizes, strict=True):
-        head = f'<svg y="{y:g}" width="{w:g}" height="{h:g}" viewBox="0 0 {w:g} {h:g}" font-family="{SANS}">'
+        head = (
+            f'<svg y="{y:g}" width="{w:g}" height="{h:g}" viewBox="0 0 {w:g} {h:g}" '
+            f'font-family="{SANS}">'
+        )
         canvas.add(head + one.svg[one.svg.index(">") + 1 :])
         y += h
     return canvas.finish(

@@ -36,9 +36,14 @@ def page_state(
 
 
 def alloc_state(
-    free: list[int], prefix: list[int], last: list[int], counts: list[int], expected: Any, page_size: int, wrong: int
-
-) -> Drawing:  # fmt: skip
+    free: list[int],
+    prefix: list[int],
+    last: list[int],
+    counts: list[int],
+    expected: Any,
+    page_size: int,
+    wrong: int,
+) -> Drawing:
     """Pages after a right call with `counts` new slots a request; drawn is the request of new slot
     number `wrong`."""
     (slots, left), held, who, done = expected, [], 0, 0
@@ -60,9 +65,14 @@ def alloc_state(
 
 
 def tree_state(
-    nodes: Iterable[dict[str, Any]], page_size: int, *, title: str, note: str, reused: int | None = None,
+    nodes: Iterable[dict[str, Any]],
+    page_size: int,
+    *,
+    title: str,
+    note: str,
+    reused: int | None = None,
     texts: Any = None,
-) -> Drawing:  # fmt: skip
+) -> Drawing:
     """A radix tree of plain nodes, parents first.
 
     Parameters
@@ -80,11 +90,15 @@ def tree_state(
         up, slots = node.get("up"), node.get("slots")
         drawn.append(
             SimpleNamespace(
-                key=node["key"], slots=None if slots is None else np.array(slots), hit_count=0, namespace=None,
-                parent=root if up is None else drawn[up], lock_count=node.get("locks", 0),
+                key=node["key"],
+                slots=None if slots is None else np.array(slots),
+                hit_count=0,
+                namespace=None,
+                parent=root if up is None else drawn[up],
+                lock_count=node.get("locks", 0),
                 last_use=node.get("last_use", 0),
             )
-        )  # fmt: skip
+        )
         for mark, some in marks.items():
             some += [drawn[-1]] if node.get(mark) else []
     cache = SimpleNamespace(page_size=page_size, nodes=lambda: drawn)
@@ -120,7 +134,10 @@ def cache_state(
     node = match.node
     while node is not None and node.parent is not None:
         path, node = [node, *path], node.parent
-    note = f"looked up: {style.shorten(str(prompt), 60)}, found: {style.many(len(match.slots), 'token')}"
+    note = (
+        f"looked up: {style.shorten(str(prompt), 60)}, found: "
+        f"{style.many(len(match.slots), 'token')}"
+    )
     return tree.draw(cache, title=title, note=note, reused=path, who="A")
 
 
@@ -165,9 +182,13 @@ def batch_state(arrays: dict[str, list[int]], page_size: int) -> Drawing:
     """The ragged batch as a strip, each new token with its position."""
     title = "The batch of this call, as it should be laid out"
     return batch.draw(
-        arrays["qo_indptr"], arrays["kv_indptr"], arrays["kv_indices"], tokens=arrays["positions"], page_size=page_size,
+        arrays["qo_indptr"],
+        arrays["kv_indptr"],
+        arrays["kv_indices"],
+        tokens=arrays["positions"],
+        page_size=page_size,
         title=title,
-    )  # fmt: skip
+    )
 
 
 def order_state(prompts: list[list[int]], chosen: list[int], least: int, title: str) -> Drawing:

@@ -1,4 +1,5 @@
-"""The page allocator: time on the device and on the host, beside PyTorch's way and a Python list."""
+"""The page allocator: time on the device and on the host, beside PyTorch's way and a Python
+list."""
 
 from __future__ import annotations
 

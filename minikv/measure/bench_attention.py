@@ -163,7 +163,8 @@ def _measure(row: Row, limit: float, quick: bool) -> dict[str, Any]:
 
 
 def _peer(prepare: Callable[[], Callable[[int], Any]], calls: int, samples: int) -> float | None:
-    """Microseconds of a peer; None where it does not apply, is not installed or refuses the shape."""
+    """Microseconds of a peer; None where it does not apply, is not installed or refuses the
+    shape."""
     try:
         call = prepare()
         return measure_graph([partial(call, i) for i in range(calls)], samples=samples).us

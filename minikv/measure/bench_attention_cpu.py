@@ -89,7 +89,8 @@ def run(
         "ours: the first layer of a step also works out the padding, further layers use it again."
     )
     print(
-        "times ... speed: our further layer beside the column before; above 1 ours is faster. Unpaged keys are padded."
+        "times ... speed: our further layer beside the column before; above 1 ours is faster. "
+        "Unpaged keys are padded."
     )
     return {"rows": rows, "threads": torch.get_num_threads()}
 

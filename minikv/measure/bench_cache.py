@@ -121,7 +121,8 @@ def run(
     print(table(rows))
     growth = _growth(rng, quick)
     print(
-        f"\nmatch of a cached prompt: {PROMPT} tokens in trees of more and more nodes; more and more tokens"
+        f"\nmatch of a cached prompt: {PROMPT} tokens in trees of more and more nodes; more and "
+        "more tokens"
     )
     print(table(growth))
     memory = [
@@ -132,7 +133,8 @@ def run(
         {"tree": "plain, flat", "bytes per token": bytes_per_token("plain"), "limit": None}
     )
     print(
-        "\ngrowth of a fresh process: 1,000,000 tokens in nodes of 50 (8 for the token and 8 for its slot are data)"
+        "\ngrowth of a fresh process: 1,000,000 tokens in nodes of 50 (8 for the token and 8 for "
+        "its slot are data)"
     )
     print(table(memory))
     return {"rows": rows, "growth": growth, "memory": memory}
@@ -244,7 +246,8 @@ def _many_nodes(rng: np.random.Generator, quick: bool) -> Iterable[dict[str, Any
     )
     leaves, scans = (200, 5) if quick else (1000, 30)
     yield _row(
-        f"evict {leaves:,} leaves, a call each: per leaf",  # as a server does: when a step is short of pages
+        # as a server does: when a step is short of pages
+        f"evict {leaves:,} leaves, a call each: per leaf",
         _per(_once(lambda: [ours.evict(1) for _ in range(leaves)]), leaves),
         _per(_once(lambda: [plain.evict(1) for _ in range(scans)]), scans),
         20,

@@ -89,7 +89,8 @@ def _shape(
     started = perf_counter()
     llm = LLM(model, graphs=True, **options)
     print(
-        f"{model}: built and captured {llm.runner.stats['captures']} graphs in {perf_counter() - started:.1f} s"
+        f"{model}: built and captured {llm.runner.stats['captures']} graphs in "
+        f"{perf_counter() - started:.1f} s"
     )
     rows, captures = [], []
     for batch in batches:
@@ -254,7 +255,8 @@ def _captured(llm: LLM, sizes: list[int], order: str) -> dict[str, Any]:
 
 
 def _cpu(quick: bool) -> list[dict[str, Any]]:
-    """SmolLM2 in fp32, one request: eager and compiled take turns, so that foreign load hits both."""
+    """SmolLM2 in fp32, one request: eager and compiled take turns, so that foreign load hits
+    both."""
     options: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",

@@ -42,7 +42,8 @@ def run(
         import transformers
     except ImportError as e:
         raise StateError(
-            "bench decode_cpu compares with transformers: pip install -c constraints.txt -e '.[bench]'"
+            "bench decode_cpu compares with transformers: "
+            "pip install -c constraints.txt -e '.[bench]'"
         ) from e
     from minikv.engine import LLM, SamplingParams
     from minikv.measure.limits import copy_bandwidth

@@ -95,7 +95,8 @@ def run(
         rows.append(_measure(row, limit, quick))
         torch.cuda.empty_cache()
     print(
-        f"extend attention, bf16, page size 16, causal TFLOP/s; matrix product {limit / 1e12:,.0f} TFLOP/s"
+        f"extend attention, bf16, page size 16, causal TFLOP/s; matrix product {limit / 1e12:,.0f} "
+        "TFLOP/s"
     )
     print(table(rows))
     return {"rows": rows, "matmul_rate": limit}

@@ -31,7 +31,8 @@ class Load:
     low: int
     high: int
     static_batch: int  # transformers' generate serves one batch of so many of the requests
-    patience: float  # seconds for each of transformers' ways; what it made of the outputs until then is counted
+    # seconds for each of transformers' ways; what it made of the outputs until then is counted
+    patience: float
     continuous: bool = True
 
 
@@ -98,9 +99,15 @@ def _measured(load: Load, kind: str) -> Iterator[dict[str, Any]]:
     )
     started = perf_counter()
     llm = LLM(
-        load.model, device=kind, max_requests=load.requests, max_context=2 * load.high, prefix_cache=False,
-        kv_tokens=16 * pages, chunk_tokens=8192, progress=False,
-    )  # fmt: skip
+        load.model,
+        device=kind,
+        max_requests=load.requests,
+        max_context=2 * load.high,
+        prefix_cache=False,
+        kv_tokens=16 * pages,
+        chunk_tokens=8192,
+        progress=False,
+    )
     prompts = [rng.integers(0, llm.config.vocab_size, n) for n in lengths[:, 0]]
     print(f"{load.model}, {llm.decoder.norm.weight.dtype}, {llm.pool}")
     # The same prompts, so that kernels of all extend steps are compiled, and batches of every size.
@@ -117,7 +124,8 @@ def _measured(load: Load, kind: str) -> Iterator[dict[str, Any]]:
         model = transformers_model(decoder)
     except ImportError:
         print(
-            "only minikv was measured; for transformers: pip install -c constraints.txt -e '.[bench]'"
+            "only minikv was measured; for transformers: "
+            "pip install -c constraints.txt -e '.[bench]'"
         )
         return
     given, asked = [prompt.tolist() for prompt in prompts], lengths[:, 1]
@@ -232,12 +240,21 @@ def transformers_model(decoder: Any) -> Any:
 
     ours, family = decoder.config, {"llama": "Llama", "qwen3": "Qwen3"}[decoder.config.architecture]
     config = getattr(transformers, f"{family}Config")(
-        hidden_size=ours.hidden_size, intermediate_size=ours.intermediate_size, vocab_size=ours.vocab_size,
-        num_hidden_layers=ours.num_layers, num_attention_heads=ours.q_heads, num_key_value_heads=ours.kv_heads,
-        head_dim=ours.head_dim, max_position_embeddings=ours.max_context, rms_norm_eps=ours.rms_eps,
+        hidden_size=ours.hidden_size,
+        intermediate_size=ours.intermediate_size,
+        vocab_size=ours.vocab_size,
+        num_hidden_layers=ours.num_layers,
+        num_attention_heads=ours.q_heads,
+        num_key_value_heads=ours.kv_heads,
+        head_dim=ours.head_dim,
+        max_position_embeddings=ours.max_context,
+        rms_norm_eps=ours.rms_eps,
         rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
-        tie_word_embeddings=ours.tie_embeddings, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        tie_word_embeddings=ours.tie_embeddings,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     like = decoder.norm.weight
     with torch.device(like.device):
         model = getattr(transformers, f"{family}ForCausalLM")(config).to(like.dtype).eval()
@@ -262,9 +279,13 @@ def _static(
         started = perf_counter()
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=seen, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens,
+                ids,
+                attention_mask=seen,
+                do_sample=False,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
                 max_time=patience,
-            )  # fmt: skip
+            )
         made = out.shape[1] - longest
     synchronize(model.device)
     return np.minimum(asked, made), perf_counter() - started
@@ -273,7 +294,8 @@ def _static(
 def _continuous(
     model: Any, prompts: list[list[int]], asked: np.ndarray, patience: float
 ) -> tuple[np.ndarray, float]:
-    """Tokens of each request that were there after `patience` seconds, or seconds until all were."""
+    """Tokens of each request that were there after `patience` seconds, or seconds until all
+    were."""
     from transformers import GenerationConfig
 
     config = GenerationConfig(

@@ -16,13 +16,30 @@ from minikv.measure.table import table
 from minikv.measure.traces import WORKLOADS, TraceRequest, optimal_hits, spell
 
 LARGE: dict[str, dict[str, Any]] = {
-    "few-shot": {"tasks": 8, "questions": 32, "task_words": 128, "shot_words": 158, "question_words": 64},
+    "few-shot": {
+        "tasks": 8,
+        "questions": 32,
+        "task_words": 128,
+        "shot_words": 158,
+        "question_words": 64,
+    },
     "chat": {
-        "systems": 4, "chats": 32, "turns": 6, "system_words": 512, "user_words": (32, 128), "reply_words": (64, 192)
+        "systems": 4,
+        "chats": 32,
+        "turns": 6,
+        "system_words": 512,
+        "user_words": (32, 128),
+        "reply_words": (64, 192),
     },
     "tree-of-thought": {"problems": 8, "problem_words": 512, "thought_words": 96},
-    "rag": {"documents": 32, "per_question": 3, "questions": 256, "document_words": 768, "max_tokens": 64},
-}  # fmt: skip
+    "rag": {
+        "documents": 32,
+        "per_question": 3,
+        "questions": 256,
+        "document_words": 768,
+        "max_tokens": 64,
+    },
+}
 SMALL: dict[str, dict[str, Any]] = {
     "few-shot": {"tasks": 2, "questions": 8, "shots": 4},
     "chat": {"chats": 4, "turns": 4},

@@ -130,7 +130,8 @@ def record() -> Iterator[Recording]:
     """
     if not INTERPRETED:
         raise StateError(
-            "recording needs Triton's interpreter, and this process compiles its kernels (or has no Triton); "
+            "recording needs Triton's interpreter, and this process compiles its kernels (or has "
+            "no Triton); "
             "start Python with TRITON_INTERPRET=1 in the environment and pass CPU tensors"
         )
     from triton.runtime import interpreter

@@ -91,7 +91,8 @@ def run(
             ) from e
     machine = facts(on)
     print(
-        f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}, {machine['date']}"
+        f"{machine['device']}, torch {machine['torch']}, triton {machine['triton']}, "
+        f"{machine['date']}"
     )
     found: dict[str, Any] = {}
     for name in chosen:

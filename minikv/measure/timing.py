@@ -14,7 +14,8 @@ import torch
 
 from minikv.device import synchronize
 
-RAMP_SECONDS = 0.02  # an idle GPU takes milliseconds of work to reach its clocks: the first figure was 8 % too slow
+# an idle GPU takes milliseconds of work to reach its clocks: the first figure was 8 % too slow
+RAMP_SECONDS = 0.02
 
 
 @dataclass(frozen=True)

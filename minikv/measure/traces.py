@@ -19,14 +19,16 @@ import numpy as np
 from minikv.errors import ArgumentError
 
 _KINDS = {
-    "adjective": "old new small large red blue green warm cold quiet loud early late happy tired clever simple dark "
-    "light round long short soft heavy empty full young gentle brave slow quick clean famous distant narrow deep rich",
-    "noun": "house river mountain garden teacher doctor farmer city village street table window letter book story song "
-    "horse dog bird fish tree forest field road bridge ship train market school kitchen winter summer morning evening "
-    "child friend neighbour king sailor painter baker clock lamp coat bread apple stone cloud island harbour tower",
-    "verb": "sees finds follows carries opens closes paints builds remembers forgets visits leaves watches sells buys "
-    "calls helps meets hides moves draws keeps crosses reaches",
-}  # fmt: skip
+    "adjective": "old new small large red blue green warm cold quiet loud early late happy tired "
+    "clever simple dark light round long short soft heavy empty full young gentle brave "
+    "slow quick clean famous distant narrow deep rich",
+    "noun": "house river mountain garden teacher doctor farmer city village street table window "
+    "letter book story song horse dog bird fish tree forest field road bridge ship train "
+    "market school kitchen winter summer morning evening child friend neighbour king "
+    "sailor painter baker clock lamp coat bread apple stone cloud island harbour tower",
+    "verb": "sees finds follows carries opens closes paints builds remembers forgets visits "
+    "leaves watches sells buys calls helps meets hides moves draws keeps crosses reaches",
+}
 MARKS = (
     "System:",
     "Example:",
@@ -82,7 +84,9 @@ def spell(token_ids: Iterable[int]) -> str:
 
     Examples
     --------
-    >>> [request, *_] = few_shot(seed=0, tasks=1, shots=0, questions=1, task_words=8, question_words=9)
+    >>> [request, *_] = few_shot(
+    ...     seed=0, tasks=1, shots=0, questions=1, task_words=8, question_words=9
+    ... )
     >>> print(request.text)
     System: the clean morning watches the quiet song.
     Question: the new house moves the distant winter. the

@@ -67,7 +67,10 @@ def draw(
     seen = visible(new_len, prefix_len, causal, sliding_window, mask)
     ids = ints(tokens) if tokens is not None else []
     pairs = sum(map(sum, seen))
-    facts = f"{new_len} queries × {total} keys ({prefix_len} cached): {pairs} of {new_len * total} pairs are computed"
+    facts = (
+        f"{new_len} queries × {total} keys ({prefix_len} cached): {pairs} of {new_len * total} "
+        "pairs are computed"
+    )
     if row is not None:
         facts = f"row {row} is computed now: {sum(seen[row])} of {total} keys are seen"
     if total > MOST:

@@ -89,7 +89,10 @@ def draw(
         }
         for i, name in enumerate(names)
     ]
-    arrays = f"qo_indptr  {qo}\nkv_indptr  {kv}\nkv_indices {slots[:MOST]}{' …' if len(slots) > MOST else ''}"
+    arrays = (
+        f"qo_indptr  {qo}\nkv_indptr  {kv}\nkv_indices "
+        f"{slots[:MOST]}{' …' if len(slots) > MOST else ''}"
+    )
     return canvas.finish(f"{title}: {facts}\n{style.Table(rows)}\n{arrays}", rows)
 
 

@@ -70,8 +70,10 @@ def kv_bytes_per_token(model: str | Shape, dtype: str = "bf16") -> float:
 
     Examples
     --------
-    >>> kv_bytes_per_token("Llama 3 8B"), kv_bytes_per_token("DeepSeek-V3"), kv_bytes_per_token("SmolLM2-135M", "fp32")
-    (131072.0, 70272.0, 46080.0)
+    >>> kv_bytes_per_token("Llama 3 8B"), kv_bytes_per_token("DeepSeek-V3")
+    (131072.0, 70272.0)
+    >>> kv_bytes_per_token("SmolLM2-135M", "fp32")
+    46080.0
     """
     shape = _shape(model)
     return (shape.layers - shape.window_layers) * shape.numbers_per_layer * _bytes(dtype)

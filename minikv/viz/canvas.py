@@ -105,7 +105,8 @@ class Canvas:
     ) -> None:
         more = f' stroke-dasharray="{dash}"' if dash else ""
         self.add(
-            f'<path d="{d}" fill="{fill}" stroke="{stroke}" stroke-width="{line:g}" stroke-linecap="round"{more}/>'
+            f'<path d="{d}" fill="{fill}" stroke="{stroke}" stroke-width="{line:g}" '
+            f'stroke-linecap="round"{more}/>'
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, **look: Any) -> None:
@@ -197,9 +198,16 @@ class Canvas:
                 fill = style.ink_on(NEUTRAL)
             halo = PAPER if kind == "reused" else ""
             self.text(
-                x + s / 2, y + s / 2 + 4, shown, size=min(13, s * 0.38), anchor="middle", mono=True, fill=fill,
-                halo=halo, fit=w - 2,
-            )  # fmt: skip
+                x + s / 2,
+                y + s / 2 + 4,
+                shown,
+                size=min(13, s * 0.38),
+                anchor="middle",
+                mono=True,
+                fill=fill,
+                halo=halo,
+                fit=w - 2,
+            )
         if kind == "evicted":
             self.line(
                 x0 + 2, y0 + w - 2, x0 + w - 2, y0 + 2, stroke=style.OKABE_ITO["vermillion"], line=2
@@ -275,8 +283,15 @@ class Canvas:
         self.reach(x + r, y + r)
         self.add(f'<circle cx="{number(x)}" cy="{number(y)}" r="{number(r)}" fill="{who.colour}"/>')
         self.text(
-            x, y + r * 0.4, who.letter, size=r * 1.22, anchor="middle", weight=600, fill=who.ink, fit=2 * r,
-        )  # fmt: skip
+            x,
+            y + r * 0.4,
+            who.letter,
+            size=r * 1.22,
+            anchor="middle",
+            weight=600,
+            fill=who.ink,
+            fit=2 * r,
+        )
 
     def arrow(
         self, x1: float, y1: float, x2: float, y2: float, *, colour: str = MUTED, dash: str = ""
@@ -286,9 +301,13 @@ class Canvas:
         middle = (y1 + y2) / 2
         tip = y2 - 5
         self.path(
-            f"M{number(x1)} {number(y1)}C{number(x1)} {number(middle)} {number(x2)} {number(middle)} "
-            f"{number(x2)} {number(tip)}", stroke=colour, line=1.8, dash=dash,
-        )  # fmt: skip
+            f"M{number(x1)} {number(y1)}C{number(x1)} {number(middle)} {number(x2)} "
+            f"{number(middle)} "
+            f"{number(x2)} {number(tip)}",
+            stroke=colour,
+            line=1.8,
+            dash=dash,
+        )
         self.add(f'<path d="M{number(x2 - 4)} {number(tip - 2)}h8l-4 7z" fill="{colour}"/>')
         self.reach(x2 + 4, y2)
 
@@ -354,11 +373,13 @@ class Canvas:
         body = "".join(self.parts)
         mark = next_id(body)
         svg = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {number(width)} {number(height)}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {number(width)} '
+            f'{number(height)}" role="img" '
             f'aria-labelledby="{mark}-t {mark}-d" style="width:100%;max-width:{number(width)}px" '
             f'font-family="{SANS}"><title id="{mark}-t">{clean(self.title)}</title>'
             f'<desc id="{mark}-d">{clean(self.desc)}</desc>'
-            f'<rect x="0.5" y="0.5" width="{number(width - 1)}" height="{number(height - 1)}" rx="10" '
+            f'<rect x="0.5" y="0.5" width="{number(width - 1)}" height="{number(height - 1)}" '
+            'rx="10" '
             f'fill="{PAPER}" stroke="{FAINT}"/>{body}</svg>'
         )
         return Drawing(svg, text, self.title, self.desc, data or [])

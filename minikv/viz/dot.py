@@ -85,7 +85,8 @@ def draw(
     title: str = "Radix tree",
     **options: Any,
 ) -> Drawing:
-    """Draw the tree with Graphviz; without any such program the drawing is its text, with one hint."""
+    """Draw the tree with Graphviz; without any such program the drawing is its text, with one
+    hint."""
     import graphviz.backend.dot_command
 
     roots = fold(
@@ -120,9 +121,11 @@ def _own(body: str, title: str, desc: str) -> str:
     return re.sub(
         r"<svg [^>]*>",
         lambda _: (
-            f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {head[0]} role="img" '
+            '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+            f'{head[0]} role="img" '
             f'aria-labelledby="{mark}-t {mark}-d" style="width:100%;max-width:860px">'
-            f'<title id="{mark}-t">{style.clean(title)}</title><desc id="{mark}-d">{style.clean(desc)}</desc>'
+            f'<title id="{mark}-t">{style.clean(title)}</title><desc '
+            f'id="{mark}-d">{style.clean(desc)}</desc>'
         ),
         body,
         count=1,

@@ -11,9 +11,24 @@ from __future__ import annotations
 
 PAGE_SIZE, NUM_PAGES, KV_HEADS, HEAD_DIM = 4, 12, 2, 4
 WORDS = [
-    "<pad>", "You", "are", "a", "kind", "helper", ".", "Answer", "in", "one", "line", "Why", "cache", "?", "How", "big",
+    "<pad>",
+    "You",
+    "are",
+    "a",
+    "kind",
+    "helper",
+    ".",
+    "Answer",
+    "in",
+    "one",
+    "line",
+    "Why",
+    "cache",
+    "?",
+    "How",
+    "big",
     "pages",
-]  # fmt: skip
+]
 SYSTEM = list(range(1, 11))
 REQUESTS = {"A": [*SYSTEM, 11, 12, 13], "B": [*SYSTEM, 14, 15, 13], "C": [*SYSTEM, 11, 16, 13]}
 """Token ids by letter; the shared prompt fills two whole pages and half of a third."""

@@ -30,8 +30,11 @@ def draw() -> Drawing:
     here = tier()
     canvas = Canvas(
         "The house, read from the ground floor up",
-        f"Seven rooms on six floors, from device at the bottom to engine at the top; this machine runs tier {here}.",
-        subtitle="A room uses only rooms below it. Numbers on the right are the notebooks that visit it.",
+        "Seven rooms on six floors, from device at the bottom to engine at the top; this machine "
+        f"runs tier {here}.",
+        subtitle=(
+            "A room uses only rooms below it. Numbers on the right are the notebooks that visit it."
+        ),
     )
     y, rows = canvas.top + 4, []
     for name, floor, holds, notebooks in ROOMS:

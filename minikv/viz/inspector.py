@@ -32,7 +32,8 @@ COLUMNS = (
 
 
 class TreeWidget(anywidget.AnyWidget):
-    """The tree in the browser; it asks Python only for the whole text and slots of a chosen node."""
+    """The tree in the browser; it asks Python only for the whole text and slots of a chosen
+    node."""
 
     _esm = Path(__file__).with_name("inspector.js").read_text(encoding="utf-8")
     nodes = traitlets.Dict().tag(sync=True)
@@ -91,14 +92,20 @@ class Inspector:
             for name, value in zip(
                 rows,
                 (
-                    at.get(id(item.parent), -1), style.shorten(style.token_text(text[: 2 * SNIPPET]), SNIPPET),
+                    at.get(id(item.parent), -1),
+                    style.shorten(style.token_text(text[: 2 * SNIPPET]), SNIPPET),
                     text.lower()[:SEARCHED],
-                    item.tokens, " ".join(map(str, pages[:8])) + more, item.locks, item.hits,
+                    item.tokens,
+                    " ".join(map(str, pages[:8])) + more,
+                    item.locks,
+                    item.hits,
                     item.last_use,
-                    "" if item.namespace is None else repr(item.namespace), " ".join(item.owners), colour,
+                    "" if item.namespace is None else repr(item.namespace),
+                    " ".join(item.owners),
+                    colour,
                 ),
                 strict=True,
-            ):  # fmt: skip
+            ):
                 rows[name].append(value)
         return rows
 

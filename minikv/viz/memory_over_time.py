@@ -70,9 +70,16 @@ def draw(
                 continue
             top = [f + v for f, v in zip(floor, [*values, *values[-1:]], strict=True)]
             axes.fill_between(
-                times, floor, top, step="post", facecolor=colour if not hatch else style.blend(colour, 0.35),
-                edgecolor=colour, hatch=hatch, linewidth=0.6, label=label,
-            )  # fmt: skip
+                times,
+                floor,
+                top,
+                step="post",
+                facecolor=colour if not hatch else style.blend(colour, 0.35),
+                edgecolor=colour,
+                hatch=hatch,
+                linewidth=0.6,
+                label=label,
+            )
             floor = top
         axes.set_ylim(0, capacity * 1.12)
         if times:
@@ -81,11 +88,16 @@ def draw(
         used = sum(row.get("used", 0) for row in line)
         held = sum(sum(row.get(p, 0) for p in PARTS if p != "external") for row in line)
         peak = max((row.get("used", 0) for row in line), default=0)
-        rows.append({
-            "policy": name, "moments": len(line), f"used ({unit}·{time})": f"{used:,g}",
-            f"held ({unit}·{time})": f"{held:,g}", "used of held": f"{used / held:.0%}" if held else "",
-            "peak used": f"{peak:,g}",
-        })  # fmt: skip
+        rows.append(
+            {
+                "policy": name,
+                "moments": len(line),
+                f"used ({unit}·{time})": f"{used:,g}",
+                f"held ({unit}·{time})": f"{held:,g}",
+                "used of held": f"{used / held:.0%}" if held else "",
+                "peak used": f"{peak:,g}",
+            }
+        )
         said.append(f"{name}: {rows[-1]['used of held'] or 'none'} of held memory is used")
     if seen:
         handles = {
@@ -179,7 +191,10 @@ def strip(
     if refused is not None:
         who = style.request(refused["who"])
         canvas.badge(canvas.margin + 10, y + 8, who)
-        words = f"needs {refused['need']} slots in a row; {free} are free, the largest hole has {max(runs)}: refused"
+        words = (
+            f"needs {refused['need']} slots in a row; {free} are free, the largest hole has "
+            f"{max(runs)}: refused"
+        )
         canvas.text(canvas.margin + 28, y + 12, words, weight=600)
     canvas.reach(0, y + 14)
     data = [

@@ -35,8 +35,9 @@ def draw(
     Examples
     --------
     >>> from types import SimpleNamespace
-    >>> tokens = {"A": ([1, 2, 3], 0), "B": ([1, 2], 1)}
-    >>> print(draw({k: SimpleNamespace(token_ids=t, cached_tokens=c) for k, (t, c) in tokens.items()}, least=4))
+    >>> a = SimpleNamespace(token_ids=[1, 2, 3], cached_tokens=0)
+    >>> b = SimpleNamespace(token_ids=[1, 2], cached_tokens=1)
+    >>> print(draw({"A": a, "B": b}, least=4))
     An order of requests: 2 requests, 4 of 5 tokens computed; no order needs fewer than 4
     request  tokens  reused  computed
     -------  ------  ------  --------

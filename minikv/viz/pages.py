@@ -219,7 +219,10 @@ def page_table(
     title = title or f"Page table of request {one.letter}"
     blocks = [one.slots[i : i + size] for i in range(0, len(one.slots), size)]
     numbers = [block[0] // size for block in blocks]
-    desc = f"Request {one.letter}'s {len(one.slots)} tokens in logical order, and the pages {numbers} that hold them."
+    desc = (
+        f"Request {one.letter}'s {len(one.slots)} tokens in logical order, and the pages {numbers} "
+        "that hold them."
+    )
     canvas = Canvas(
         title,
         desc,
@@ -274,7 +277,8 @@ def _logical(
 
 
 def place(canvas: Canvas, pages: list[Page], y: float) -> dict[int, tuple[float, float]]:
-    """Draw pages as columns of slots, side by side; returns the middle of the upper edge of each."""
+    """Draw pages as columns of slots, side by side; returns the middle of the upper edge of
+    each."""
     boxes, x0 = {}, canvas.margin
     w, h = canvas.page_box(len(pages[0].cells) if pages else 1, down=True)
     per_row = max(min(COLUMNS, len(pages)), 1)

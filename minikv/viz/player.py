@@ -35,7 +35,8 @@ function render({ model, el }) {
   const on = button("\\u25B6", "next frame", 1);
   const at = document.createElement("span");
   at.setAttribute("role", "status");
-  at.style.cssText = "margin:0 .6em;min-width:6.5em;display:inline-block;font-variant-numeric:tabular-nums";
+  at.style.cssText = "margin:0 .6em;min-width:6.5em;display:inline-block;" +
+    "font-variant-numeric:tabular-nums";
   el.appendChild(at);
   el.addEventListener("keydown", (e) => {
     const steps = { ArrowLeft: -1, ArrowRight: 1 };

@@ -167,7 +167,10 @@ class Playground:
             self.cache.page_size,
             len(tokens) // self.cache.page_size * self.cache.page_size,
         )
-        note = f"{who}: {match.length} of {many(len(tokens), 'token')} reused, {whole - match.length} more stored"
+        note = (
+            f"{who}: {match.length} of {many(len(tokens), 'token')} reused, {whole - match.length} "
+            "more stored"
+        )
         note += (
             f", {len(tokens) - whole} do not fill a page of {page_size}"
             if whole < len(tokens)
@@ -193,9 +196,13 @@ class Playground:
         try:
             size, free = self.allocator.page_size, self.allocator.available_size()
             if need > free + self.cache.evictable_size:
-                can = f"{free // size} are free and {self.cache.evictable_size // size} can be evicted"
+                can = (
+                    f"{free // size} are free and {self.cache.evictable_size // size} can be "
+                    "evicted"
+                )
                 raise StateError(
-                    f"the prompt needs {need // size} new pages; of the pool's {self.allocator.num_pages}, {can}: "
+                    f"the prompt needs {need // size} new pages; of the pool's "
+                    f"{self.allocator.num_pages}, {can}: "
                     "finish a request, shorten the prompt or make the pool larger"
                 )
             evicted = self.cache.evict(need - free) if need > free else 0
@@ -217,7 +224,8 @@ class Playground:
         with self.cache.record() as self._recorder:
             if not self.cache.evict(1):
                 raise StateError(
-                    "nothing can be evicted: the tree is empty, or all of it is locked; finish a request"
+                    "nothing can be evicted: the tree is empty, or all of it is locked; finish a "
+                    "request"
                 )
         drawing = tree_frames.frames(
             self._recorder, kinds=["evict"], decode=self.tokenizer, title=TITLE

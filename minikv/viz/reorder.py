@@ -15,7 +15,8 @@ REORDER_JS = """
 function render({ model, el }) {
   const row = document.createElement("div");
   row.setAttribute("role", "list");
-  row.style.cssText = "display:flex;gap:6px;align-items:center;margin:4px 18px 4px 2px;touch-action:none";
+  row.style.cssText = "display:flex;gap:6px;align-items:center;" +
+    "margin:4px 18px 4px 2px;touch-action:none";
   const label = document.createElement("span");
   label.textContent = model.get("description");
   label.style.cssText = "margin-right:4px";
@@ -28,9 +29,11 @@ function render({ model, el }) {
       const [colour, ink] = model.get("looks")[name];
       b.textContent = name;
       b.title = "drag it, or move it with the left and right arrow keys";
-      b.setAttribute("aria-label", `${name}, place ${at + 1} of ${order.length}: left and right arrow keys move it`);
-      b.style.cssText = `min-width:34px;height:34px;border-radius:17px;border:2px solid transparent;cursor:grab;
-        font:600 15px system-ui,sans-serif;touch-action:none;background:${colour};color:${ink}`;
+      b.setAttribute("aria-label", `${name}, place ${at + 1} of ${order.length}: ` +
+        `left and right arrow keys move it`);
+      b.style.cssText = `min-width:34px;height:34px;border-radius:17px;border:2px solid transparent;
+        cursor:grab;font:600 15px system-ui,sans-serif;touch-action:none;
+        background:${colour};color:${ink}`;
       if (at === held) b.style.border = "2px solid var(--jp-ui-font-color1, currentColor)";
       b.addEventListener("keydown", (e) => {
         const step = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
@@ -54,7 +57,8 @@ function render({ model, el }) {
   }
   const under = (e) => [...row.querySelectorAll("button")].findIndex((b) => {
     const r = b.getBoundingClientRect();
-    return e.clientX >= r.left && e.clientX <= r.right && e.clientY >= r.top - 30 && e.clientY <= r.bottom + 30;
+    return e.clientX >= r.left && e.clientX <= r.right &&
+      e.clientY >= r.top - 30 && e.clientY <= r.bottom + 30;
   });
   row.addEventListener("pointerdown", (e) => {
     held = under(e);

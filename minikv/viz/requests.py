@@ -37,7 +37,10 @@ def draw(
     """
     rows = _rows(table, requests)
     lines, width = table.table.shape[0] - 1, table.table.shape[1]
-    facts = f"{len(rows)} of {lines} rows in use, room for {width:,} tokens each; row 0 is reserved for padding"
+    facts = (
+        f"{len(rows)} of {lines} rows in use, room for {width:,} tokens each; row 0 is reserved "
+        "for padding"
+    )
     canvas = Canvas(title, f"The request table: {facts}.", subtitle=facts)
     texts, y = Texts(decode), canvas.top + 14
     for one in rows[:MOST_ROWS]:

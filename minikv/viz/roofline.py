@@ -110,13 +110,19 @@ def draw(
             ha=side,
         )
         bound = "memory" if point["intensity"] < ridge else "arithmetic"
-        rows.append({
-            "name": point["name"], "FLOP/byte": _three_digits(point["intensity"]), "limit": style.si(limit, "FLOP/s"),
-            "measured": "" if speed is None else style.si(speed, "FLOP/s"),
-            "share of limit": "" if speed is None else f"{speed / limit:.0%}", "bound by": bound,
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": point["name"],
+                "FLOP/byte": _three_digits(point["intensity"]),
+                "limit": style.si(limit, "FLOP/s"),
+                "measured": "" if speed is None else style.si(speed, "FLOP/s"),
+                "share of limit": "" if speed is None else f"{speed / limit:.0%}",
+                "bound by": bound,
+            }
+        )
     desc = (
-        f"Roofline of {where}: memory {style.si(bandwidth, 'B/s')}, arithmetic {style.si(peak, 'FLOP/s')}; "
+        f"Roofline of {where}: memory {style.si(bandwidth, 'B/s')}, arithmetic "
+        f"{style.si(peak, 'FLOP/s')}; "
         + "; ".join(
             f"{r['name']} at {r['FLOP/byte']} FLOP per byte is bound by {r['bound by']}"
             for r in rows

@@ -54,7 +54,8 @@ LEGEND = {
 
 @dataclass(frozen=True)
 class Request:
-    """How one request looks everywhere: a letter, a colour, and the ink that reads on that colour."""
+    """How one request looks everywhere: a letter, a colour, and the ink that reads on that
+    colour."""
 
     letter: str
     colour: str
@@ -384,10 +385,15 @@ def finish_chart(
     head = (
         f'role="img" aria-labelledby="{mark}-t {mark}-d" style="width:100%;max-width:{width:.0f}px"'
     )
-    body = re.sub(r'<svg [^>]*?(viewBox="[^"]+")[^>]*>', rf'<svg {head} \1 xmlns="http://www.w3.org/2000/svg" '
-                  rf'xmlns:xlink="http://www.w3.org/1999/xlink"><title id="{mark}-t">{clean(title)}</title>'
-                  rf'<desc id="{mark}-d">{clean(desc)}</desc><rect x="0.5" y="0.5" width="{width - 1:g}" '
-                  rf'height="{height - 1:g}" rx="10" fill="{PAPER}" stroke="{FAINT}"/>', body, count=1)  # fmt: skip
+    body = re.sub(
+        r'<svg [^>]*?(viewBox="[^"]+")[^>]*>',
+        rf'<svg {head} \1 xmlns="http://www.w3.org/2000/svg" '
+        rf'xmlns:xlink="http://www.w3.org/1999/xlink"><title id="{mark}-t">{clean(title)}</title>'
+        rf'<desc id="{mark}-d">{clean(desc)}</desc><rect x="0.5" y="0.5" width="{width - 1:g}" '
+        rf'height="{height - 1:g}" rx="10" fill="{PAPER}" stroke="{FAINT}"/>',
+        body,
+        count=1,
+    )
     body = re.sub(r"\s*<metadata>.*?</metadata>", "", body, flags=re.S)
     rows = list(data)
     return Drawing(body.strip(), text or f"{title}\n{Table(rows)}", title, desc, rows)

@@ -50,10 +50,19 @@ def steps(scores: Any, values: Any, tile: int) -> list[dict[str, Any]]:
         alpha = 0.0 if m == -math.inf else math.exp(m - safe)
         p = np.exp(part - safe)
         total, acc = total * alpha + float(p.sum()), acc * alpha + p @ v[start : start + tile]
-        done.append({
-            "start": start, "stop": start + len(part), "scores": part, "m_before": m, "m": top, "alpha": alpha,
-            "p": p, "l": total, "acc": acc,
-        })  # fmt: skip
+        done.append(
+            {
+                "start": start,
+                "stop": start + len(part),
+                "scores": part,
+                "m_before": m,
+                "m": top,
+                "alpha": alpha,
+                "p": p,
+                "l": total,
+                "acc": acc,
+            }
+        )
         m = top
     return done
 
@@ -308,8 +317,15 @@ def load_map(
                     r=2 if w > 8 else 0,
                 )
                 if w >= 18 and h >= 14:
-                    canvas.text(left + c * w + w / 2 - 0.5, y0 + r * h + h / 2 + 4, count, size=10.5, anchor="middle",
-                                fill=style.ink_on(fill), fit=w - 2)  # fmt: skip
+                    canvas.text(
+                        left + c * w + w / 2 - 0.5,
+                        y0 + r * h + h / 2 + 4,
+                        count,
+                        size=10.5,
+                        anchor="middle",
+                        fill=style.ink_on(fill),
+                        fit=w - 2,
+                    )
             elif w >= 6:
                 canvas.rect(
                     left + c * w, y0 + r * h, w - 1, h - 1, fill=style.SHADE, r=2 if w > 8 else 0

@@ -48,9 +48,15 @@ def draw(
                 "wait": style.PAPER,
             }[kind]
             lanes.barh(
-                i, stop - start, left=start, height=0.72, facecolor=face, linewidth=1,
-                edgecolor=style.NEUTRAL if kind == "wait" else look.colour, linestyle=":" if kind == "wait" else "-",
-            )  # fmt: skip
+                i,
+                stop - start,
+                left=start,
+                height=0.72,
+                facecolor=face,
+                linewidth=1,
+                edgecolor=style.NEUTRAL if kind == "wait" else look.colour,
+                linestyle=":" if kind == "wait" else "-",
+            )
             seen.add(kind)
         for at, kind in marks.get(name, ()):
             shape, colour = (
@@ -78,9 +84,16 @@ def draw(
         blue = style.OKABE_ITO["blue"]
         panels[1].fill_between(times, running, step="pre", facecolor=blue, label="held by requests")
         panels[1].fill_between(
-            times, running, cached, step="pre", facecolor=style.blend(blue, 0.25), edgecolor=blue, hatch="///",
-            linewidth=0.5, label="cached, evictable",
-        )  # fmt: skip
+            times,
+            running,
+            cached,
+            step="pre",
+            facecolor=style.blend(blue, 0.25),
+            edgecolor=blue,
+            hatch="///",
+            linewidth=0.5,
+            label="cached, evictable",
+        )
         size = levels[0]["size"]
         panels[1].set_ylim(0, size * 1.16)
         style.limit_line(panels[1], size, f"pool: {size:,} tokens")
@@ -169,9 +182,15 @@ def _key(axes: Any, seen: set[str]) -> None:
         ),
     }
     axes.legend(
-        handles=[h for k, h in every.items() if k in seen], loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False,
-        ncols=5, labelcolor=style.INK, columnspacing=1.2, handletextpad=0.5,
-    )  # fmt: skip
+        handles=[h for k, h in every.items() if k in seen],
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+        ncols=5,
+        labelcolor=style.INK,
+        columnspacing=1.2,
+        handletextpad=0.5,
+    )
 
 
 def lanes(

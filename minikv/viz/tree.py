@@ -112,7 +112,10 @@ def draw(
 
     tokens = sum(item.tokens for item in whole)
     locked = sum(item.tokens for item in whole if item.locks)
-    facts = f"{many(len(whole), 'node')}, {many(tokens, 'token')} in {many(tokens // cache.page_size, 'page')}"
+    facts = (
+        f"{many(len(whole), 'node')}, {many(tokens, 'token')} in "
+        f"{many(tokens // cache.page_size, 'page')}"
+    )
     facts += f" of {cache.page_size}, {locked:,} locked" if whole else ""
     facts = facts if whole else "empty"
     named = [root for root in kept if root.namespace is not None]
@@ -253,8 +256,13 @@ def _small(canvas: Canvas, roots: list[Item], look: Look) -> bool:
         y += 10
         for item in every:
             if item.parent is not None:
-                _edge(canvas, lefts[id(item.parent)] + widths[id(item.parent)], middles[id(item.parent)],
-                      lefts[id(item)], middles[id(item)])  # fmt: skip
+                _edge(
+                    canvas,
+                    lefts[id(item.parent)] + widths[id(item.parent)],
+                    middles[id(item.parent)],
+                    lefts[id(item)],
+                    middles[id(item)],
+                )
         for item in every:
             x, middle = lefts[id(item)], middles[id(item)]
             if item.node is None:
@@ -319,9 +327,15 @@ def _space_colour(namespace: Any) -> str:
 
 
 def _card(
-    canvas: Canvas, item: Item, boxes: list[tuple[int | None, list[int]]], look: Look, x: float, y: float, w: float,
+    canvas: Canvas,
+    item: Item,
+    boxes: list[tuple[int | None, list[int]]],
+    look: Look,
+    x: float,
+    y: float,
+    w: float,
     h: float,
-) -> None:  # fmt: skip
+) -> None:
     """One node: its page boxes with their tokens, and a line with its locks, hits, age and
     requests."""
     canvas.add('<g data-node="1">')

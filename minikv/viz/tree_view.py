@@ -56,9 +56,16 @@ class Item:
     def copy(self, parent: Item | None) -> Item:
         """The item alone, under another parent."""
         return Item(
-            self.node, parent, self.namespace, self.index, self.tokens, self.subtree_tokens, self.subtree_nodes,
-            self.folded, self.owners,
-        )  # fmt: skip
+            self.node,
+            parent,
+            self.namespace,
+            self.index,
+            self.tokens,
+            self.subtree_tokens,
+            self.subtree_nodes,
+            self.folded,
+            self.owners,
+        )
 
 
 def walk(item: Item) -> Iterator[Item]:

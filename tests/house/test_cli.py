@@ -102,7 +102,10 @@ def test_bench_lists_names(capsys) -> None:
 
 
 def test_pages_fold_their_answers_and_link_to_each_other(folder, tmp_path) -> None:
-    source = "# Folded\n\n<details><summary>Answer</summary>\n\nIt is 4.\n\n</details>\n\n[to the second](01_second.ipynb)"
+    source = (
+        "# Folded\n\n<details><summary>Answer</summary>\n\nIt is 4.\n\n</details>\n\n"
+        "[to the second](01_second.ipynb)"
+    )
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(source)])
     nbformat.write(book, folder / "00_first.ipynb")
     assert cli.main(["tour", "--only", "00,01", "--out", str(tmp_path / "pages")]) == 0

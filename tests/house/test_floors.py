@@ -1,4 +1,5 @@
-"""Imports only go down the floors of the house, so that the package can be read from the ground up."""
+"""Imports only go down the floors of the house, so that the package can be read from the ground
+up."""
 
 from __future__ import annotations
 

@@ -75,8 +75,12 @@ def test_limits_on_time(tmp_path) -> None:
 
 
 def test_a_loop_that_no_exception_leaves_ends_by_the_limit(tmp_path) -> None:
-    stubborn = "def pages_needed(num_tokens, page_size):\n    return sum(iter(int, 1))"  # a loop inside one call of C
-    child = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    # a loop inside one call of C
+    stubborn = "def pages_needed(num_tokens, page_size):\n    return sum(iter(int, 1))"
+    child = (
+        "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(600)'])"
+    )
     path = _notebook(tmp_path / "00_stubborn.ipynb", child, stubborn, CHECK)
     row = grade(path, seconds=8)[0]  # waits neither for the loop nor for the child
     assert not row.passed

@@ -19,7 +19,8 @@ interpreted = pytest.mark.skipif(
 
 @triton.jit
 def _copy_rows(source, target, index, n, stride, WIDTH: tl.constexpr):
-    """Program r copies row index[r] of source to row r of target, and its first `n` columns only."""
+    """Program r copies row index[r] of source to row r of target, and its first `n` columns
+    only."""
     r = tl.program_id(0)
     row = tl.load(index + r)
     column = tl.arange(0, WIDTH)

@@ -20,7 +20,8 @@ BEGUN = """() => [...document.querySelectorAll(".jp-CodeCell .jp-InputPrompt")]
     .some((p) => /\\[[*\\d]/.test(p.textContent))"""
 FINISHED = """() => {
     if (document.querySelector('[data-mime-type="application/vnd.jupyter.error"]')) return "error";
-    const prompts = [...document.querySelectorAll(".jp-CodeCell .jp-InputPrompt")].map((p) => p.textContent);
+    const prompts = [...document.querySelectorAll(".jp-CodeCell .jp-InputPrompt")]
+        .map((p) => p.textContent);
     return prompts.length > 0 && prompts.every((p) => /\\[\\d+\\]/.test(p)) && prompts;
 }"""
 # The least contrast (WCAG: 1 to 21) between a text and what is behind it, among the words of a part
@@ -43,7 +44,8 @@ CONTRAST = """(root) => {
         const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
         const other = e.closest("svg, style, script, .highlight, .cm-editor, [aria-disabled=true]");
         if (!own || other || !e.getClientRects().length) continue;
-        const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
+        const [a, b] = [light(rgb(getComputedStyle(e).color)), light(behind(e))]
+            .sort((x, y) => y - x);
         const ratio = (a + .05) / (b + .05);
         if (ratio < least[0]) least = [ratio, e.textContent.slice(0, 60)];
     }

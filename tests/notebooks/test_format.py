@@ -1,4 +1,5 @@
-"""The notebooks as files: valid, executed in order, without stray metadata, readable by everybody."""
+"""The notebooks as files: valid, executed in order, without stray metadata, readable by
+everybody."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from minikv.viz import (
 )
 from minikv.viz.live import Texts
 
-# ---------------------------------------------------------------------------------------------------- page map
+# ---------------------------------------------------------------------------------------- page map
 
 
 def test_the_page_map_of_the_running_example(running, look) -> None:
@@ -199,7 +199,7 @@ def test_the_page_table_in_a_large_pool_shows_its_own_pages(look) -> None:
     assert seen.marks("token") == {"computed": 40}
 
 
-# ---------------------------------------------------------------------------------------- request table, block table
+# ---------------------------------------------------------------------- request table, block table
 
 
 def test_request_rows_show_slots(running, look) -> None:
@@ -226,7 +226,7 @@ def test_the_block_table_counts_shared_pages(running, look) -> None:
     assert [row["block 0"] for row in drawing.data] == [1, 1]
 
 
-# --------------------------------------------------------------------------------------------------------- batch
+# ------------------------------------------------------------------------------------------- batch
 
 
 def test_the_ragged_batch_shows_its_arrays(look) -> None:
@@ -257,7 +257,7 @@ def test_index_arrays_of_unequal_length_are_refused() -> None:
         batch.draw([0, 1], [0, 1, 2], [])
 
 
-# ----------------------------------------------------------------------------------------------------- attention
+# --------------------------------------------------------------------------------------- attention
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_skipped_tiles_are_counted() -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------------------- tiles
+# ------------------------------------------------------------------------------------------- tiles
 
 
 def test_the_load_map_numbers_page_starts(look) -> None:
@@ -337,7 +337,7 @@ def test_the_load_map_adds_up() -> None:
     assert len(drawing.svg) < 200_000
 
 
-# -------------------------------------------------------------------------------------------------------- charts
+# ------------------------------------------------------------------------------------------ charts
 
 
 def test_the_roofline_names_its_limits() -> None:
@@ -376,8 +376,16 @@ def test_the_memory_strip_counts_holes(look) -> None:
 
 def _events() -> list[dict]:
     def step(t, extends, decodes):
-        return {"t": t, "event": "step", "extends": extends, "decodes": decodes, "sampled": [], "available": 20,
-                "evictable": 8, "size": 48}  # fmt: skip
+        return {
+            "t": t,
+            "event": "step",
+            "extends": extends,
+            "decodes": decodes,
+            "sampled": [],
+            "available": 20,
+            "evictable": 8,
+            "size": 48,
+        }
 
     return [
         {"t": 0.0, "event": "add", "id": 7, "prompt_tokens": 13},
@@ -427,7 +435,7 @@ def test_lanes_say_how_busy_they_are() -> None:
     assert "CPU 50% busy, GPU 75% busy" in drawing.desc
 
 
-# ---------------------------------------------------------------------------------------------------- calculator
+# -------------------------------------------------------------------------------------- calculator
 
 
 @pytest.mark.parametrize(

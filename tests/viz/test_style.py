@@ -10,8 +10,29 @@ from minikv.errors import ArgumentError
 from minikv.viz import style
 from minikv.viz.canvas import Canvas
 
-NASTY = ["<s>", "a & b", 'say "hi"', "it's", "back\\slash", "a\\", "\x00\x07\x1b[31m", "\ud800", "\u202eevil", "\ufffe",
-         "日本語", "👩‍👩‍👧", "e\u0301", " ", "\n", "\t", "", "]]>", "--", "{x}", "%d"]  # fmt: skip
+NASTY = [
+    "<s>",
+    "a & b",
+    'say "hi"',
+    "it's",
+    "back\\slash",
+    "a\\",
+    "\x00\x07\x1b[31m",
+    "\ud800",
+    "\u202eevil",
+    "\ufffe",
+    "日本語",
+    "👩‍👩‍👧",
+    "e\u0301",
+    " ",
+    "\n",
+    "\t",
+    "",
+    "]]>",
+    "--",
+    "{x}",
+    "%d",
+]
 
 
 def test_the_legend_shows_every_mark(look) -> None:

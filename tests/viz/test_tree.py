@@ -195,7 +195,7 @@ def test_frames_of_a_recording_show_each_event(look) -> None:
     assert look(frames[-2]).marks("token") == {"reused": 8, "computed": 4, "plain": 8}
 
 
-# ------------------------------------------------------------------------------------------------- Graphviz
+# ---------------------------------------------------------------------------------------- Graphviz
 
 
 def _plain(source: str) -> list[list[str]]:

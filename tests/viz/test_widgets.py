@@ -24,7 +24,7 @@ def _frames(count: int = 4):
     return tiles.walk([0.0] * count, [[1.0]] * count, tile=1)
 
 
-# --------------------------------------------------------------------------------------------------------- player
+# ------------------------------------------------------------------------------------------ player
 
 
 def test_the_player_is_linked_in_the_browser_only() -> None:
@@ -91,7 +91,7 @@ def test_scripts_come_from_no_network() -> None:
         assert "import " not in str(script)
 
 
-# ---------------------------------------------------------------------------------------------------- live pictures
+# ----------------------------------------------------------------------------------- live pictures
 
 
 def _counting():
@@ -166,7 +166,7 @@ def test_b128_errors_do_not_pile_up() -> None:
     assert live.errors.outputs == ()
 
 
-# ------------------------------------------------------------------------------------------------------- playground
+# -------------------------------------------------------------------------------------- playground
 
 
 def test_the_playground_matches_splits_and_shares(look) -> None:
@@ -247,7 +247,7 @@ def test_a_real_tokenizers_bytes_are_drawn(look) -> None:
     assert look(ground.run("é日<&")).marks("token") == {"computed": 6}
 
 
-# -------------------------------------------------------------------------------------------------------- inspector
+# --------------------------------------------------------------------------------------- inspector
 
 
 def test_the_inspector_reads_ten_thousand_nodes(big_tree) -> None:
