@@ -18,7 +18,7 @@ from minikv.attention.decode import launch_decode
 from minikv.attention.extend import launch_extend
 from minikv.attention.plan import AttentionPlan
 from minikv.attention.unified import launch_unified
-from minikv.device import use_triton
+from minikv.kernels.choice import use_triton
 
 
 def extend_attention(

@@ -21,8 +21,8 @@ from minikv.attention.api import decode_attention, extend_attention, extend_atte
 from minikv.attention.options import Options, check
 from minikv.attention.plan import AttentionPlan
 from minikv.attention.slot_lists import build_kv_indices, lay_out_rows
-from minikv.device import use_triton
 from minikv.errors import ArgumentError, StateError
+from minikv.kernels.choice import use_triton
 from minikv.kernels.staging import to_device
 
 if TYPE_CHECKING:

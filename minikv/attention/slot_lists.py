@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minikv.device import use_triton
 from minikv.errors import ArgumentError
+from minikv.kernels.choice import use_triton
 from minikv.kernels.launch import launch
 from minikv.kernels.staging import to_device
 from minikv.kernels.triton import tl, triton

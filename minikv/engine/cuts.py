@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minikv.device import use_triton
+from minikv.kernels.choice import use_triton
 from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 

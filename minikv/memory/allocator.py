@@ -18,8 +18,9 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from minikv.device import pick_device, use_triton
+from minikv.device import pick_device
 from minikv.errors import ArgumentError, StateError
+from minikv.kernels.choice import use_triton
 from minikv.kernels.launch import with_index
 from minikv.kernels.staging import Staging
 from minikv.memory import slots as kernels

@@ -12,8 +12,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from minikv.device import memory_facts, pick_device, refuse_interpreted_bf16, use_triton
+from minikv.device import memory_facts, pick_device, refuse_interpreted_bf16
 from minikv.errors import ArgumentError
+from minikv.kernels.choice import use_triton
 from minikv.memory.pool_kernels import FP8, store_torch, store_triton
 from minikv.numbers import whole
 

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from minikv.device import pick_device, use_triton
+from minikv.device import pick_device
 from minikv.errors import ArgumentError, StateError
+from minikv.kernels.choice import use_triton
 from minikv.kernels.launch import compiled, pointer
 from minikv.kernels.staging import Staging, to_device
 from minikv.kernels.triton import tl, triton
