@@ -79,7 +79,7 @@ class Decoder(nn.Module):
         Raises
         ------
         ArgumentError
-            For a layer that there is not.
+    X
         """
         hidden, states = self.hidden_states(token_ids, positions, attention, metadata, keep)
         if logits_at is not None:
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         return hidden, torch.stack([kept[i] for i in keep], 1) if keep else None
 
     def check_keep(self, keep: Sequence[int]) -> None:
-        """Refuse layers that there are not."""
+        """Refuse numbers that no layer has."""
         if any(i not in range(len(self.layers)) for i in keep):
             raise ArgumentError("keep", keep, f"the layers are 0 to {len(self.layers) - 1}")
 
