@@ -66,9 +66,15 @@ def product(
         "DEPENDENT": arch >= 90,
     }
     return Case(
-        name, "minikv.models.fused.few_rows:few_rows_kernel", signature, constexprs, ("x", "weight", "out", *parts),
-        (arch,), tiles.num_warps, tiles.num_stages,
-    )  # fmt: skip
+        name,
+        "minikv.models.fused.few_rows:few_rows_kernel",
+        signature,
+        constexprs,
+        ("x", "weight", "out", *parts),
+        (arch,),
+        tiles.num_warps,
+        tiles.num_stages,
+    )
 
 
 def rotate(
