@@ -107,12 +107,15 @@ def make_batch(
             "the allocator refused pages it counted as free; llm.cache.check() names the holder"
         )
     table.write(rows, prefix_lens, seq_lens, slots)
-    sampled, logits_at, behind = [], [], 0
-    for r, start, end in spans:
-        behind += end - start
-        if end >= r.end:
-            sampled.append(r)
-            logits_at += range(behind - 1 - r.drafts, behind)
+    decode = token_ids.size == len(spans) and all(r.state is State.RUNNING for r in requests)
+    sampled, logits_at, behind = requests, range(len(spans)), 0
+    if not decode:
+        sampled, logits_at = [], []
+        for r, start, end in spans:
+            behind += end - start
+            if end >= r.end:
+                sampled.append(r)
+                logits_at += range(behind - 1 - r.drafts, behind)
     return Batch(
         requests=requests,
         token_ids=torch.from_numpy(token_ids),
@@ -124,5 +127,5 @@ def make_batch(
         out_slots=slots,
         sampled=sampled,
         logits_at=torch.tensor(logits_at, dtype=torch.int64),
-        decode=behind == len(spans) and all(r.state is State.RUNNING for r in requests),
+        decode=decode,
     )

@@ -66,7 +66,7 @@ class Grammars:
     >>> grammar = Grammars(ByteTokenizer(), 512).start({"enum": [True, None]})
     >>> mask = np.zeros(grammar.words, np.int32)
     >>> grammar.fill(mask)
-    >>> [chr(i) for i in range(512) if mask[i // 32] >> (i % 32) & 1]  # of true, or of null
+    >>> [chr(i) for i in range(512) if mask[i // 32] >> (i % 32) & 1]
     ['n', 't']
     >>> [grammar.accept(i) for i in b"true"]
     [False, False, False, True]

@@ -342,15 +342,16 @@ class LLM:
     def stats(self) -> Stats:
         """Counters since the start and levels of now; ``.prometheus()`` gives Prometheus' text
         format."""
-        return self._stats.snapshot(
-            waiting=len(self.scheduler.waiting),
-            running=self.scheduler.active,
-            evicted_tokens=self.cache.stats.evicted,
-            pool_size=self.allocator.size,
-            pool_available=self.allocator.available_size(),
-            pool_evictable=self.cache.evictable_size,
-            graphs=dict(self.runner.stats),
-        )
+        with self.loop.turn():
+            return self._stats.snapshot(
+                waiting=len(self.scheduler.waiting),
+                running=self.scheduler.active,
+                evicted_tokens=self.cache.stats.evicted,
+                pool_size=self.allocator.size,
+                pool_available=self.allocator.available_size(),
+                pool_evictable=self.cache.evictable_size,
+                graphs=dict(self.runner.stats),
+            )
 
     # ---- requests in, text out
 

@@ -164,7 +164,7 @@ class Request:
         self.seed = 0 if params.seed is None else params.seed
         self.grammar = grammar
         self.penalised = params.penalises
-        self.level: int | None = None  # which of the sampler's variants serve it; the sampler's own
+        self.level: int | None = None  # the first of the sampler's variants that serves it
         self.sink: deque[Delta] | None = (
             None  # where its deltas go; None: only the output is wanted
         )
@@ -277,7 +277,7 @@ class Request:
         """The result of a request that has ended, as the caller sees it."""
         try:
             self._read_text(self.finish_reason)
-        except Exception as e:  # its tokenizer failed
+        except Exception as e:  # the tokenizer failed
             self.finish_reason, self.error = "error", f"{type(e).__name__}: {e}"
         return Output(
             id=self.id,

@@ -21,7 +21,7 @@ from minikv.numbers import whole
 
 RATIO = 0.7  # the share of its remaining tokens that a running request is expected to use
 LEAST_RATIO = 0.1
-DECAY = 0.001  # of the ratio, at each step
+DECAY = 0.001  # what the ratio loses at each step
 TOO_LONG = "needs more than the KV pool of {} tokens; raise kv_tokens or lower max_tokens"
 NO_ROOM = "the KV pool has no room: pages or nodes are held outside the engine"
 
@@ -179,7 +179,7 @@ class Scheduler:
             return None
         live = [r for r in batch.requests if r.state is State.RUNNING]
         going = [r for r in live if r.length + 1 < r.capacity]
-        ending = self.waiting and len(going) < len(batch.requests)  # its row could be taken
+        ending = self.waiting and len(going) < len(batch.requests)  # and a row could be taken
         if not going or ending or any(r.grammar is not None or r.penalised for r in going):
             return None
         if not self.make_room(sum(self._new(r.length, r.length + 1) for r in going)):
@@ -220,7 +220,7 @@ class Scheduler:
             length, computed = request.length, request.computed
             try:
                 reason = request.extend(tokens[i])
-            except Exception as e:  # its grammar or its tokenizer failed: the others go on
+            except Exception as e:  # a grammar or tokenizer failed: the others go on
                 reason, request.error = "error", f"{type(e).__name__}: {e}"
             if request.length > length:
                 got.append([request.id, request.length - length])

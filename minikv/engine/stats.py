@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,10 +34,6 @@ class Histogram:
     def count(self) -> int:
         """Number of observations."""
         return sum(self.counts)
-
-    def copy(self) -> Histogram:
-        """An independent copy."""
-        return Histogram(self.bounds, list(self.counts), self.total)
 
     def add(self, seconds: float, times: int = 1) -> None:
         """Count one observation, or several equal ones."""
@@ -112,9 +109,7 @@ class Stats:
 
     def snapshot(self, **levels: Any) -> Stats:
         """A copy that no longer changes, with the levels filled in."""
-        kept = ("requests", "queue_time", "ttft", "inter_token")
-        copies = {name: getattr(self, name).copy() for name in kept}
-        return replace(self, **copies, **levels, _queued={}, _last={})
+        return replace(deepcopy(self), **levels, _queued={}, _last={})
 
     def prometheus(self) -> str:
         """The same numbers in Prometheus' text format.

@@ -98,7 +98,7 @@ class Engine:
         return [t if i != at else (t + 1) % VOCAB for i, t in enumerate(right)]
 
     def compute(self, batch) -> list[list[int]]:
-        """K/V of all new tokens, and what the model says after each until a draft says otherwise."""
+        """K/V of all new tokens; what the model says after each, until a draft says otherwise."""
         slots = batch.out_slots.numpy()
         assert slots.min() >= self.allocator.page_size, "page 0 belongs to padding"
         assert len(set(slots.tolist())) == len(slots) == batch.num_tokens

@@ -398,13 +398,34 @@ def test_b41_chunks_larger_than_the_pool_are_clamped():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("page_size", 0), ("page_size", 257), ("page_size", 1.5), ("kv_tokens", 0), ("kv_tokens", 3), ("kv_memory", -1),
-        ("kv_memory", 10), ("max_requests", 0), ("max_context", 0), ("max_context", 10**9), ("chunk_tokens", 0),
-        ("policy", "best"), ("eviction", "never"), ("dtype", "int8"), ("kv_dtype", "int4"), ("device", "tpu"),
-        ("graphs", "maybe"), ("attention", "flash"), ("speculative", "eagle"), ("model", "no-such-model"),
-        ("model", None), ("model", 5), ("model", b"tiny"), ("eviction", []), ("policy", []), ("eviction", {}),
+        ("page_size", 0),
+        ("page_size", 257),
+        ("page_size", 1.5),
+        ("kv_tokens", 0),
+        ("kv_tokens", 3),
+        ("kv_memory", -1),
+        ("kv_memory", 10),
+        ("max_requests", 0),
+        ("max_context", 0),
+        ("max_context", 10**9),
+        ("chunk_tokens", 0),
+        ("policy", "best"),
+        ("eviction", "never"),
+        ("dtype", "int8"),
+        ("kv_dtype", "int4"),
+        ("device", "tpu"),
+        ("graphs", "maybe"),
+        ("attention", "flash"),
+        ("speculative", "eagle"),
+        ("model", "no-such-model"),
+        ("model", None),
+        ("model", 5),
+        ("model", b"tiny"),
+        ("eviction", []),
+        ("policy", []),
+        ("eviction", {}),
     ],
-)  # fmt: skip
+)
 def test_bad_options_are_named(name, value):
     options = {"model": "tiny", "page_size": 4, "device": "cpu", name: value}
     with pytest.raises(Error) as caught:

@@ -1,4 +1,4 @@
-"""Ctrl-C, callbacks and tokenizers that fail, at any moment: nothing is lost, and the others go on."""
+"""Ctrl-C, callbacks and tokenizers that fail, at any moment: nothing is lost, the others go on."""
 
 from __future__ import annotations
 
@@ -80,10 +80,18 @@ def _the_usual_handler() -> Iterator[None]:
 
 
 MOMENTS = [
-    ("allocator", "alloc_extend", 1), ("allocator", "alloc_decode", 3), ("allocator", "free", 1), ("table", "alloc", 2),
-    ("table", "write", 2), ("table", "free", 1), ("cache", "lock", 1), ("cache", "match_prefix", 2),
-    ("cache", "cache_unfinished", 1), ("cache", "cache_finished", 2), ("cache", "insert", 1),
-]  # fmt: skip
+    ("allocator", "alloc_extend", 1),
+    ("allocator", "alloc_decode", 3),
+    ("allocator", "free", 1),
+    ("table", "alloc", 2),
+    ("table", "write", 2),
+    ("table", "free", 1),
+    ("cache", "lock", 1),
+    ("cache", "match_prefix", 2),
+    ("cache", "cache_unfinished", 1),
+    ("cache", "cache_finished", 2),
+    ("cache", "insert", 1),
+]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
