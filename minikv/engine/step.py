@@ -85,6 +85,7 @@ def step_runner(
         later=VARIANTS[2:],
         prepare=step.prepare,
         eager=step.run,
+        owned=False,
         watch=step.watched,
         progress=progress,
     )

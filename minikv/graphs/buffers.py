@@ -122,8 +122,8 @@ class Buffer:
         and beyond."""
         target = self.host
         used = 0 if value is None else value.shape[0]
-        if value is not None:
-            target[:used].copy_(value, non_blocking=True)  # type: ignore[arg-type]
+        if used:
+            self._entries(target, used).copy_(value, non_blocking=True)  # type: ignore[arg-type]
         if self.padding is not Padding.KEEP:
             stop = self._used.get(id(target), 0)
             if (
@@ -133,6 +133,14 @@ class Buffer:
             if used < stop:
                 target[used:stop].fill_(self.fill)
             self._used[id(target)] = used
+
+    def _entries(self, block: Tensor, count: int) -> Tensor:
+        """The first entries of the tensor or of its host's part: a view, made once."""
+        part = self._views.get((id(block), -2 - count))
+        if part is None:
+            with torch.inference_mode(False):
+                part = self._views[id(block), -2 - count] = block[:count]
+        return part
 
     def like(self, rows: int) -> Buffer:
         """One of the same kind for another number of rows."""

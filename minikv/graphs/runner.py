@@ -94,6 +94,9 @@ class GraphRunner:
         What the tensors of the step's output count in their first dimension, in the order of the
         nest: "requests", "tokens" or "nothing", which come back whole. By default those as long as
         the step has requests, or tokens, count them.
+    owned
+        Whether an output is the caller's own. False spares a copy; a call's output then holds
+        until the next one.
     debug
         Before each replay compare the addresses of all inputs with those at capture.
     progress
@@ -116,6 +119,7 @@ class GraphRunner:
         hidden: Hidden = Hidden.NULL,
         eager: Callable[..., Any] | None = None,
         outputs: Sequence[str] | None = None,
+        owned: bool = True,
         debug: bool = False,
         progress: bool = True,
     ) -> None:
@@ -129,7 +133,7 @@ class GraphRunner:
         self.later = tuple(v for v in self.variants if v in later)
         self.state, self.watch, self.hidden = dict(state or {}), watch, hidden
         self.layers: tuple[int, ...] = ()  # whose hidden states the graphs return; () is the last
-        self.eager, self.outputs = eager, outputs
+        self.eager, self.outputs, self.owned = eager, outputs, owned
         self.debug, self.progress = debug, progress
         if not self.variants or tokens_per_row < 1 or (self.sizes and self.sizes[0] < 1):
             value = (self.variants, tokens_per_row, self.sizes)
@@ -370,7 +374,8 @@ class GraphRunner:
             if declared is not None and next(declared) == "nothing":
                 per_row = 0
             mine = tensor[: n * per_row] if per_row else tensor
-            return mine.clone() if self.outputs_are_static or self._is_static(tensor) else mine
+            static = self.owned and (self.outputs_are_static or self._is_static(tensor))
+            return mine.clone() if static else mine
 
         return cut(out) if isinstance(out, Tensor) else tree_map_only(Tensor, cut, out)
 

@@ -58,8 +58,7 @@ class Landing:
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
-        self._places: list[torch.Tensor | None] = [None, None]
-        self._arrived = [torch.cuda.Event() for _ in self._places] if self._on_cuda else []
+        self._places: dict[Any, list[tuple[torch.Tensor, Any]]] = {}  # shape, dtype -> two places
 
     def send(self, out: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send a tensor on its way, before anything overwrites it.
@@ -71,22 +70,27 @@ class Landing:
             not delay them. Call it before :meth:`send` is called twice more.
         """
         if not self._on_cuda:
-            return out.clone
-        self._places.reverse()
-        self._arrived.reverse()
-        place, arrived = self._places[0], self._arrived[0]
-        if place is None or place.numel() * place.itemsize < out.nbytes:
-            place = torch.empty(2 * out.nbytes, dtype=torch.uint8, pin_memory=True)
-            self._places[0] = place
-        landed = place[: out.nbytes].view(out.dtype).view(out.shape)
-        landed.copy_(out, non_blocking=True)
+            copy = out.clone()
+            return lambda: copy
+        places = self._places.get((out.shape, out.dtype))
+        if places is None:
+            with torch.inference_mode(False):  # they outlive the step that first needs them
+                places = [(_pinned(out), torch.cuda.Event()) for _ in range(2)]
+            self._places[out.shape, out.dtype] = places
+        places.reverse()
+        place, arrived = places[0]
+        place.copy_(out, non_blocking=True)
         arrived.record()
 
         def read() -> torch.Tensor:
             arrived.synchronize()
-            return landed
+            return place
 
         return read
+
+
+def _pinned(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -263,11 +263,11 @@ class PagedAllocator:
             prefix % self.page_size if self._page_shift is None else prefix & (self.page_size - 1)
         )
         new_pages = n - int(np.count_nonzero(into))
+        if not new_pages:  # every token goes on in its page
+            return last_loc.long() + 1
         first = self._take(new_pages)
         if first is None:
             return None
-        if n == 0:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
         fill_in = kernels.decode_triton if self._triton else kernels.decode_torch
         try:
             return fill_in(self._free, self.page_size, last_loc, first, new_pages)
