@@ -13,6 +13,7 @@ from worlds import give_graphs
 from minikv import LLM, SamplingParams
 from minikv.engine import Request
 from minikv.engine.turns import Turns
+from minikv.errors import StateError
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [9] * 13]
 PARAMS = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
@@ -263,3 +264,19 @@ def test_an_abort_does_not_count_as_a_token() -> None:
     llm.step()
     assert timing.finished > timing.last_token > timing.first_token  # type: ignore[operator]
     assert timing.time_per_output_token == between == (timing.last_token - timing.first_token) / 4
+
+
+def test_a_listener_cannot_run_a_step_within_a_step(want) -> None:
+    llm, errors = engine(), []
+
+    def listen(e: dict) -> None:
+        if e["event"] == "step":
+            try:
+                llm.step()
+            except StateError as error:
+                errors.append(str(error))
+
+    llm.events.listeners.append(listen)
+    assert [o.token_ids for o in llm.generate(PROMPTS, PARAMS)] == want
+    assert set(errors) == {"event listeners cannot run steps: one is under way"}
+    idle(llm)
