@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minikv.engine.cuts import ALL, WHOLE, keep_likeliest
+from minikv.engine.draw import draw
 from minikv.engine.tokens import first_max
 
 VARIANTS = ("greedy", "sampled", "truncated", "logprobs", "grammar", "logits")
@@ -83,14 +84,16 @@ def sample(
     if variant == "greedy":
         return first_max(logits)
     assert knobs is not None
+    temperature, top_k, top_p, min_p, u = knobs.view(-1, len(KNOBS)).unbind(1)
+    if variant == "sampled" and edited is None:
+        return draw(logits, temperature, min_p, u)
     bad = ~torch.isfinite(logits.amax(dim=-1))  # NaN wins over all numbers
     x = (logits if edited is None else edited).float()
     if variant in MASKED and mask is not None:
         x = x.masked_fill(~unpack(mask, *x.shape), -torch.inf)
         bad |= x.amax(dim=-1) == -torch.inf
-    tokens = choose(
-        x, *knobs.view(-1, len(KNOBS)).unbind(1), truncates=truncates and variant != "sampled"
-    )
+    cuts = truncates and variant != "sampled"
+    tokens = choose(x, temperature, top_k, top_p, min_p, u, cuts)
     tokens = tokens.masked_fill(bad, -1)
     if variant in ("sampled", "truncated"):
         return tokens
@@ -139,20 +142,14 @@ def choose(
     Tensor
         int64 `[n]`.
     """
-    best, first = x.max(dim=-1, keepdim=True)
-    # The maximum goes first: whatever the temperature, the largest exponent is 0 and nothing
-    # overflows.
-    x = ((x - best) / temperature.float().clamp_min(1e-10)[:, None]).contiguous()
     if truncates:
+        # The maximum goes first: whatever the temperature, the largest exponent is 0 and nothing
+        # overflows.
+        best = x.amax(dim=-1, keepdim=True)
+        x = ((x - best) / temperature.float().clamp_min(1e-10)[:, None]).contiguous()
         keep_likeliest(x, torch.where(top_k < 1, ALL, top_k.long()))
         keep_likeliest(x, mass_limit(top_p), torch.softmax(x, dim=-1))
-    p = torch.softmax(x, dim=-1)
-    p = p.masked_fill(p < min_p.float()[:, None] * p.amax(dim=-1, keepdim=True), 0.0)
-    mass = p.double().cumsum(dim=-1)  # double: a draw must not move with the order of additions
-    total = mass[:, -1]
-    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(mass, target[:, None], right=True).clamp_max(x.shape[-1] - 1)
-    return torch.where(temperature[:, None] == 0, first, drawn).squeeze(1)
+    return draw(x, temperature, min_p, u, scaled=truncates)
 
 
 def mass_limit(top_p: Tensor) -> Tensor:
