@@ -1,4 +1,4 @@
-"""Draws: exact against plain Python, by kernels as by PyTorch, broken rows named, ties and borders."""
+"""Draws: exact against plain Python, by kernels as by PyTorch; broken rows, ties and borders."""
 
 from __future__ import annotations
 
