@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from minikv.errors import ArgumentError
+
+INTEGERS = (torch.int64, torch.int32)  # types of slots on the device
 
 
 def whole(
@@ -64,19 +67,11 @@ def host_integers(name: str, values: Any, ndim: int | None = None) -> np.ndarray
         For a tensor on a GPU, anything but integers of 64 bits, or other than `ndim` dimensions.
     """
     try:
-        if isinstance(values, torch.Tensor):
-            array = values.numpy()
-        else:
-            array = values if isinstance(values, np.ndarray) else np.asarray(values)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ):  # on a GPU, of unequal lengths, of a type that NumPy lacks
-        raise ArgumentError(
-            name, values, "must be integers: a CPU tensor, an array or a list"
-        ) from None
-    kind = array.dtype.kind  # an empty list has none to speak of
+        array = values.numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # lists of unequal lengths, tensors on a GPU
+        remedy = "must be integers: a CPU tensor, an array or a list"
+        raise ArgumentError(name, values, remedy) from None
+    kind = array.dtype.kind  # NumPy calls an empty list floats
     if array.size and kind != "i" and (kind != "u" or array.max() >= 2**63):
         raise ArgumentError(name, values, "must be integers of 64 bits with a sign")
     if ndim is not None and array.ndim != ndim:
@@ -84,16 +79,20 @@ def host_integers(name: str, values: Any, ndim: int | None = None) -> np.ndarray
     return array if array.dtype == np.int64 else array.astype(np.int64)
 
 
-def refuse_misplaced(
-    last_loc: np.ndarray, prefix: np.ndarray, page_size: int, nobodys: np.ndarray
-) -> None:
-    """Name the first request whose prefix cannot end at its `last_loc`, or where that is in a page
-    of nobody's."""
-    misplaced = (last_loc + 1 - prefix) % page_size != 0
-    wrong = misplaced | nobodys
-    if wrong.any():
-        i = int(np.argmax(wrong))
-        why = f"not where a prefix of {prefix[i]} tokens ends in its page of {page_size}"
-        why = why if misplaced[i] else f"in page {last_loc[i] // page_size}, which nobody holds"
-        remedy = "pass the slot of the last prefix token, -1 without a prefix"
-        raise ArgumentError("last_loc", int(last_loc[i]), f"of request {i} is {why}; {remedy}")
+def is_id(value: Any) -> bool:
+    """Whether `value` can be one token id: a whole number, and neither a bool nor a list of one."""
+    if isinstance(value, (bool, str, bytes, list, tuple)):
+        return False
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
+
+
+def first_of(numbers: Sequence[int]) -> str:
+    """The first eight of `numbers`, to be shown.
+
+    Examples
+    --------
+    >>> first_of([1, 2, 3]), first_of(range(10, 30))
+    ('1 2 3', '10 11 12 13 14 15 16 17 …')
+    """
+    shown = [*map(str, numbers[:8]), "…"]
+    return " ".join(shown[: len(numbers)])

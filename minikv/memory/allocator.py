@@ -3,14 +3,14 @@
 A slot holds the K and V of one token; a page is `page_size` neighbouring slots (``slot = page *
 page_size + offset``). How many pages a call needs follows from lengths that the host knows, so an
 allocation is decided on the host before anything is launched, and the device only fills in the
-slots (`allocator_kernels.py`). The semantics are those of SGLang's paged allocator; the page table
+slots (`slots.py`). The semantics are those of SGLang's paged allocator; the page table
 idea is vLLM's PagedAttention (Kwon et al., 2023).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -21,11 +21,10 @@ import torch
 from minikv.device import pick_device
 from minikv.errors import ArgumentError, StateError
 from minikv.kernels.choice import use_triton
-from minikv.kernels.launch import with_index
 from minikv.kernels.staging import Staging
 from minikv.memory import slots as kernels
 from minikv.memory.free_list import FREE, HELD, PENDING, AllocatorState, FreeList
-from minikv.numbers import host_integers, refuse_misplaced, whole
+from minikv.numbers import INTEGERS, first_of, host_integers, whole
 
 MAX_PAGE_SIZE = 256
 MOST_TOKENS = 1 << 40  # sums over a batch stay far from the end of 64 bits
@@ -73,24 +72,20 @@ class PagedAllocator:
         debug: bool = False,
         kernels: str = "auto",
     ) -> None:
-        size, page_size = whole("size", size), whole("page_size", page_size)
-        if not 1 <= page_size <= MAX_PAGE_SIZE:
-            raise ArgumentError("page_size", page_size, f"must be between 1 and {MAX_PAGE_SIZE}")
-        if size < page_size:
-            raise ArgumentError("size", size, f"must hold at least one page of {page_size} tokens")
+        remedy = f"must be a whole number between 1 and {MAX_PAGE_SIZE}"
+        page_size = whole("page_size", page_size, 1, MAX_PAGE_SIZE, remedy)
+        remedy = f"must be a whole number: at least one page of {page_size} tokens, and below 2**31"
+        size = whole("size", size, page_size, 2**31 - 1, remedy)  # tables keep slots as int32
         if size % page_size:
             warnings.warn(
                 f"size={size} is rounded down to whole pages of {page_size} tokens", stacklevel=2
             )
-        self.page_size, self.num_pages, self.debug = page_size, size // page_size, debug
+        self.page_size = page_size
+        self.num_pages = size // page_size
         self.size = self.num_pages * page_size
-        if self.size >= 2**31:
-            raise ArgumentError(
-                "size",
-                size,
-                "slots are kept as int32 in the request table; stay below 2**31 tokens",
-            )
-        self.device = with_index(pick_device(device))
+        self.debug = debug
+        self._free = FreeList(self.num_pages, pick_device(device))
+        self.device = self._free.stack.device  # with its number: cuda:0, not cuda
         self._on_cpu = self.device.type == "cpu"
         self._triton = use_triton(kernels, self.device)
         # NumPy divides integers slowly; most page sizes are powers of two.
@@ -98,10 +93,9 @@ class PagedAllocator:
         self._staging = Staging(self.device)
         self._frees = self._backups = self._depth = 0
         self._states = WeakSet[AllocatorState]()  # that can be restored, while callers keep them
-        self._pending: list[Any] = []
-        self._free = FreeList(self.num_pages, self.device)
+        self._pending: list[torch.Tensor] = []  # pages on their way back
 
-    # ---- what there is -----------------------------------------------------------------------------------------
+    # ---- what there is --------------------------------------------------------------------------
 
     def available_size(self) -> int:
         """Tokens in free pages; frees inside an open :meth:`free_group` do not count yet."""
@@ -126,7 +120,7 @@ class PagedAllocator:
             raise ArgumentError("pages", wrong[0], f"is not one of 0..{self.num_pages}")
         return ~self.page_is_held[torch.from_numpy(index)]
 
-    # ---- handing out -------------------------------------------------------------------------------------------
+    # ---- handing out ----------------------------------------------------------------------------
 
     def alloc(self, num_tokens: int) -> torch.Tensor | None:
         """Slots of ``num_tokens / page_size`` whole pages, int64 ``[num_tokens]``, or None when
@@ -137,10 +131,9 @@ class PagedAllocator:
         ArgumentError
             For a negative number, or one that is not a multiple of the page size.
         """
-        if (num_tokens := whole("num_tokens", num_tokens)) < 0 or num_tokens % self.page_size:
-            raise ArgumentError(
-                "num_tokens", num_tokens, f"must be whole pages, a multiple of {self.page_size}"
-            )
+        remedy = f"must be whole pages, a multiple of {self.page_size}"
+        if whole("num_tokens", num_tokens, 0, remedy=remedy) % self.page_size:
+            raise ArgumentError("num_tokens", num_tokens, remedy)
         no_prefix = torch.full((1,), -1, dtype=torch.int64, device=self.device)
         return self.alloc_extend(
             np.zeros(1, np.int64), np.array([num_tokens]), no_prefix, num_tokens
@@ -180,10 +173,8 @@ class PagedAllocator:
         ArgumentError
             For a negative extend, a wrong sum, wrong shapes or devices; nothing is changed.
         """
-        prefix, seq = (
-            host_integers("prefix_lens", prefix_lens, 1),
-            host_integers("seq_lens", seq_lens, 1),
-        )
+        prefix = host_integers("prefix_lens", prefix_lens, 1)
+        seq = host_integers("seq_lens", seq_lens, 1)
         n = seq.size
         if prefix.size != n:
             raise ArgumentError(
@@ -194,17 +185,14 @@ class PagedAllocator:
         # too long ones.
         if n and np.maximum.reduce((new | prefix).view(np.uint64)) >= 2 * MOST_TOKENS:
             if seq.max() > MOST_TOKENS:
-                raise ArgumentError(
-                    "seq_lens",
-                    int(seq.max()),
-                    f"is too long: at most {MOST_TOKENS} tokens a request",
-                )
+                remedy = f"is too long: at most {MOST_TOKENS} tokens a request"
+                raise ArgumentError("seq_lens", int(seq.max()), remedy)
             i = int(np.argmax((new | prefix) < 0))
-            raise ArgumentError(
-                "prefix_lens", int(prefix[i]), f"of request {i} must be 0 to seq_lens, {seq[i]}"
-            )
+            remedy = f"of request {i} must be 0 to seq_lens, {seq[i]}"
+            raise ArgumentError("prefix_lens", int(prefix[i]), remedy)
         self._check_last_loc(last_loc, prefix)
-        before, to_kernel = self._staging.array(2 * n + 2)
+        staged = self._staging.array(2 * n + 2)
+        before = staged[0]
         before[0] = before[1] = 0
         np.add.accumulate(new, out=before[2::2])
         np.add.accumulate(self._pages(seq) - self._pages(prefix), out=before[3::2])
@@ -213,23 +201,8 @@ class PagedAllocator:
             raise ArgumentError(
                 "extend_num_tokens", extend_num_tokens, f"must be the sum of the extends, {total}"
             )
-        first = self._take(new_pages)
-        if first is None:
-            return None
-        if total == 0:
-            return torch.empty(0, dtype=torch.int64, device=self.device)
-        longest = int(np.maximum.reduce(new))
-        if self._triton:
-            fill_in, table = kernels.extend_triton, to_kernel
-        else:
-            fill_in, table = kernels.extend_torch, torch.from_numpy(before)
-        try:
-            return fill_in(
-                self._free, self.page_size, table, last_loc, first, new_pages, total, longest
-            )
-        except BaseException:
-            self._put_back(first)
-            raise
+        fill_in = kernels.extend_triton if self._triton else kernels.extend_torch
+        return self._hand_out(new_pages, total, fill_in, last_loc, staged, new)
 
     def alloc_decode(self, seq_lens: Lengths, last_loc: torch.Tensor) -> torch.Tensor | None:
         """One more slot for each request: the next one of its page, or the first of a new page.
@@ -265,31 +238,32 @@ class PagedAllocator:
         new_pages = n - int(np.count_nonzero(into))
         if not new_pages:  # every token goes on in its page
             return last_loc.long() + 1
-        first = self._take(new_pages)
-        if first is None:
-            return None
         fill_in = kernels.decode_triton if self._triton else kernels.decode_torch
-        try:
-            return fill_in(self._free, self.page_size, last_loc, first, new_pages)
-        except BaseException:
-            self._put_back(first)
-            raise
+        return self._hand_out(new_pages, n, fill_in, last_loc)
 
     def _pages(self, lengths: np.ndarray) -> np.ndarray:
         """Pages that hold so many tokens."""
         up = lengths + (self.page_size - 1)
         return up // self.page_size if self._page_shift is None else up >> self._page_shift
 
-    def _take(self, pages: int) -> int | None:
-        """Position of the first of `pages` pages that now leave the free list, or None when there
-        are too few."""
+    def _hand_out(
+        self, new_pages: int, tokens: int, fill_in: Callable[..., torch.Tensor], *batch: Any
+    ) -> torch.Tensor | None:
+        """Let pages leave the free list and `fill_in` compute the slots; None when there are too
+        few pages. A call that fails on its way takes none."""
         free = self._free
         free.poll()
         first = free.head
-        if pages > free.available:
+        if new_pages > free.available:
             return None
-        free.head = first + pages
-        return first
+        if tokens == 0:
+            return free.stack.new_empty(0)
+        free.head = first + new_pages
+        try:
+            return fill_in(free, self.page_size, first, new_pages, tokens, *batch)
+        except BaseException:
+            self._put_back(first)
+            raise
 
     def _put_back(self, head: int) -> None:
         """Undo all that was taken from position `head` of the free list on: it is still there."""
@@ -297,31 +271,31 @@ class PagedAllocator:
         self._free.mark(head, taken, FREE)
 
     def _check_last_loc(self, last_loc: torch.Tensor, prefix: np.ndarray) -> None:
-        if not isinstance(last_loc, torch.Tensor):
-            raise ArgumentError(
-                "last_loc", last_loc, f"must be a tensor on {self.device}, one slot per request"
-            )
-        if last_loc.shape != prefix.shape or last_loc.dtype not in (torch.int64, torch.int32):
-            raise ArgumentError(
-                "last_loc",
-                last_loc,
-                f"must be int64 or int32 [{prefix.size}], one slot per request",
-            )
+        want = f"must be an int64 or int32 tensor [{prefix.size}], one slot per request"
+        if not isinstance(last_loc, torch.Tensor) or last_loc.dtype not in INTEGERS:
+            raise ArgumentError("last_loc", last_loc, want)
+        if last_loc.shape != prefix.shape:
+            raise ArgumentError("last_loc", tuple(last_loc.shape), want)
         if last_loc.device != self.device:
-            raise ArgumentError(
-                "last_loc", last_loc.device, f"must be on the allocator's device, {self.device}"
-            )
-        if self._on_cpu or self.debug:
-            slots = last_loc.cpu().numpy()
-            pages = (
-                slots // self.page_size
-            )  # the rest of a page that nobody holds would be given away twice
-            nobodys = (slots < -1) | (pages > self.num_pages)
-            if self.debug:
-                nobodys |= self._not_held(pages) & (prefix % self.page_size > 0)
-            refuse_misplaced(slots, prefix, self.page_size, nobodys)
+            remedy = f"must be on the allocator's device, {self.device}"
+            raise ArgumentError("last_loc", last_loc.device, remedy)
+        if not (self._on_cpu or self.debug):
+            return
+        slots = last_loc.cpu().numpy()
+        pages = slots // self.page_size
+        unheld = (slots < -1) | (pages > self.num_pages)
+        if self.debug:  # the rest of a page that is not held would be given away twice
+            unheld |= self._not_held(pages) & (prefix % self.page_size > 0)
+        misplaced = (slots + 1 - prefix) % self.page_size != 0
+        if (misplaced | unheld).any():
+            i = int(np.argmax(misplaced | unheld))
+            why = f"in page {pages[i]}, which nobody holds"
+            if misplaced[i]:
+                why = f"not where a prefix of {prefix[i]} tokens ends in a page of {self.page_size}"
+            remedy = "pass the slot of the last prefix token, -1 without a prefix"
+            raise ArgumentError("last_loc", int(slots[i]), f"of request {i} is {why}; {remedy}")
 
-    # ---- taking back -------------------------------------------------------------------------------------------
+    # ---- taking back ----------------------------------------------------------------------------
 
     def free(self, slots: torch.Tensor | Sequence[int]) -> None:
         """Return the pages that hold `slots`; freeing any slot of a page frees the page.
@@ -340,15 +314,12 @@ class PagedAllocator:
             changed: always for CPU tensors, with ``debug=True`` for device tensors. Without it such
             a page is ignored, and a later call warns.
         """
-        slots = (
-            slots
-            if isinstance(slots, torch.Tensor)
-            else torch.as_tensor(host_integers("slots", slots))
-        )
+        if not isinstance(slots, torch.Tensor):
+            slots = torch.from_numpy(host_integers("slots", slots))
         slots = slots.reshape(-1)
         if slots.numel() == 0:
             return
-        if slots.dtype not in (torch.int64, torch.int32):
+        if slots.dtype not in INTEGERS:
             raise ArgumentError("slots", slots.dtype, "must be int64 or int32")
         if slots.device.type == "cpu" or self.debug:
             pages = self._checked_pages(slots.cpu().numpy())
@@ -373,54 +344,45 @@ class PagedAllocator:
             if self._depth == 0:
                 self._apply_frees()
 
-    def _checked_pages(self, slots: np.ndarray) -> np.ndarray:
+    def _checked_pages(self, slots: np.ndarray) -> torch.Tensor:
         """The pages of `slots`, ascending, each once and each held; on the CPU they are marked as
         on their way back."""
         pages = np.unique(slots // self.page_size).astype(np.int64)
         wrong = self._not_held(pages)
         if wrong.any():
             page = int(pages[np.argmax(wrong)])
-            why = (
-                "is already free"
-                if 1 <= page <= self.num_pages
-                else f"is not one of 1..{self.num_pages}"
-            )
+            why = f"is not one of 1..{self.num_pages}"
+            if 1 <= page <= self.num_pages:
+                why = "is already free"
             slot = int(slots[slots // self.page_size == page][0])
             raise ArgumentError(
                 "slots", slot, f"page {page} {why}; free each page once, and only slots handed out"
             )
         if self._on_cpu:
             self._free.state.numpy()[pages] = PENDING
-        return pages
+        return torch.from_numpy(pages).to(self.device)
 
     def _not_held(self, pages: np.ndarray) -> np.ndarray:
         """Which of `pages` are free, on their way back, or no pages to hand out."""
-        state = self._free.state.numpy() if self._on_cpu else self._state_with_pending()
+        state = self._free.state.cpu().numpy()
+        if not self._on_cpu:  # pages on their way back are not marked on the device
+            for freed in self._pending:
+                state[freed.cpu().numpy()] = PENDING
         outside = (pages < 1) | (pages > self.num_pages)
         return outside | (state[np.where(outside, 0, pages)] != HELD)
 
-    def _state_with_pending(self) -> np.ndarray:
-        state = self._free.state.cpu().numpy()
-        for pages in self._pending:
-            state[pages.cpu().numpy() if isinstance(pages, torch.Tensor) else pages] = PENDING
-        return state
-
     def _apply_frees(self) -> None:
-        pending, self._pending = self._pending, []
-        if not pending:
+        if not self._pending:
             return
-        self._frees += 1  # pages move now: a state from before, or from inside the group, can no longer be restored
+        pages = torch.cat(self._pending)
+        self._pending = []
+        self._frees += 1  # pages move now: states from before, and from inside the group, are stale
         if self._on_cpu:
-            pages = pending[0] if len(pending) == 1 else np.sort(np.concatenate(pending))
-            self._free.push(torch.from_numpy(pages))
+            self._free.push(pages.sort().values)
         else:
-            on_device = [
-                p if isinstance(p, torch.Tensor) else torch.from_numpy(p).to(self.device)
-                for p in pending
-            ]
-            self._free.push_filtered(torch.cat(on_device))
+            self._free.push_filtered(pages)
 
-    # ---- undoing -----------------------------------------------------------------------------------------------
+    # ---- undoing --------------------------------------------------------------------------------
 
     def backup(self) -> AllocatorState:
         """Remember this moment, for :meth:`restore`."""
@@ -448,7 +410,8 @@ class PagedAllocator:
             )
         if state not in self._states:
             raise StateError(
-                "restore: an earlier state was restored since backup(); this one is no longer reachable"
+                "restore: an earlier state was restored since backup(); this one is no longer "
+                "reachable"
             )
         self._put_back(state.head + self._free.seen - state.seen)
         for later in [other for other in self._states if other.number > state.number]:
@@ -461,16 +424,14 @@ class PagedAllocator:
         self._pending = []
         self._frees += 1
 
-    # ---- showing -----------------------------------------------------------------------------------------------
+    # ---- showing --------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         free = self.available_size() // self.page_size
-        text = f"PagedAllocator({self.num_pages} pages of {self.page_size} on {self.device}: {free} free"
+        pages = f"{self.num_pages} pages of {self.page_size}"
+        text = f"PagedAllocator({pages} on {self.device}: {free} free"
         if self._on_cpu and free:
-            shown = self._free.pages()[:9].tolist()
-            text += (
-                ", front first " + " ".join(map(str, shown[:8])) + (" …" if len(shown) > 8 else "")
-            )
+            text += f", front first {first_of(self._free.pages().tolist())}"
         return text + ")"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:

@@ -8,8 +8,8 @@ one number.
 On the CPU the state bytes check every free before it is done. On CUDA the slots of a free are on
 the device and are not read back, so there the bytes are on the device too: :meth:`push_filtered`
 lets a page back on the list only if it is held, and counts the others in `lost`. The host, which
-expected them back, then counts too many free pages until that number has travelled (by an
-asynchronous copy that nobody waits for); kernels add ``lost - seen`` to the host's `head`, so the
+expected them back, then counts too many free pages until that number has arrived (by a copy that
+nothing waits for); kernels add ``lost - seen`` to the host's `head`, so the
 list itself is exact at every moment: a page is never on it twice.
 """
 
@@ -22,12 +22,8 @@ import torch
 
 from minikv.kernels.launch import pointer
 
-FREE, HELD, PENDING, RESERVED = (
-    0,
-    1,
-    2,
-    3,
-)  # PENDING: freed inside a free group; RESERVED: page 0, for padding
+# PENDING: freed inside a free group; RESERVED: page 0, for padding
+FREE, HELD, PENDING, RESERVED = range(4)
 
 
 @dataclass(eq=False)
@@ -61,28 +57,28 @@ class FreeList:
     """
 
     def __init__(self, num_pages: int, device: torch.device) -> None:
-        self.num_pages, self.head, self.seen = num_pages, 0, 0
+        self.num_pages = num_pages
+        self.head = self.seen = 0
         self.stack = torch.arange(1, num_pages + 2, device=device)
         self.state = torch.zeros(num_pages + 2, dtype=torch.uint8, device=device)
         self.state[0].fill_(RESERVED)
         self.lost = torch.zeros(1, dtype=torch.int64, device=device)
         self.addresses = tuple(map(pointer, (self.stack, self.state, self.lost)))
         self.device_index = self.stack.device.index
-        self.exact = (
-            device.type == "cpu"
-        )  # every free is checked first, so the host's count is the truth
-        self._told = None if self.exact else torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        self._told_host = None if self._told is None else self._told.numpy()
+        self.exact = device.type == "cpu"  # every free is checked, so the host's count is right
+        self._told = torch.zeros(1, dtype=torch.int64, pin_memory=not self.exact)
+        self._told_host = self._told.numpy()
 
     def poll(self) -> None:
         """Correct the host's count by what the device has reported so far; never waits."""
-        if self._told_host is None or self._told_host[0] == self.seen:
-            return
         late = int(self._told_host[0]) - self.seen
-        self.head, self.seen = self.head + late, self.seen + late
+        if late == 0:
+            return
+        self.head += late
+        self.seen += late
         warnings.warn(
-            "pages were freed that were not held (freed twice, page 0, or out of range); they were ignored. "
-            "PagedAllocator(..., debug=True) raises where it happens",
+            "pages were freed that were not held (freed twice, page 0, or out of range); they were "
+            "ignored. PagedAllocator(..., debug=True) raises where it happens",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -100,10 +96,8 @@ class FreeList:
     def page_at(self, index: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Pages at positions `index` of the list as the host counts them: 0 past the end, any where
         not `wanted`."""
-        if self.exact:
-            return self.stack.index_select(
-                0, torch.where(wanted, index, 0)
-            )  # several times faster than stack[...]
+        if self.exact:  # index_select is several times faster than stack[...]
+            return self.stack.index_select(0, torch.where(wanted, index, 0))
         index = index + (self.lost - self.seen)
         inside = wanted & (index < self.num_pages)
         return torch.where(inside, self.stack[torch.where(inside, index, 0)], 0)
@@ -141,5 +135,4 @@ class FreeList:
         self.state.scatter_(0, torch.where(good, named, self.num_pages + 1), FREE)
         self.lost += pages.numel() - rank[-1:] - past_end
         self.head -= pages.numel()
-        if self._told is not None:
-            self._told.copy_(self.lost, non_blocking=True)
+        self._told.copy_(self.lost, non_blocking=True)

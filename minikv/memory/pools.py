@@ -6,23 +6,21 @@ attention (DeepSeek-V2, 2024), whose V is the first part of the row that serves 
 
 from __future__ import annotations
 
-import math
-from numbers import Real
+import sys
 
 import torch
 from torch import Tensor
 
-from minikv.device import memory_facts, pick_device, refuse_interpreted_bf16
+from minikv.device import capability_of, memory_facts, pick_device
 from minikv.errors import ArgumentError
 from minikv.kernels.choice import use_triton
-from minikv.memory.pool_kernels import FP8, store_torch, store_triton
-from minikv.numbers import whole
+from minikv.memory.store import FP8, store_torch, store_triton
+from minikv.numbers import INTEGERS, real, whole
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8)
 FP32 = torch.finfo(torch.float32)
-DEFAULT_SHARE = (
-    0.25  # of the memory that is free now: others may use this GPU, and the model needs room, too
-)
+# Share of the memory that is free now: others may use this GPU, and the model needs room, too.
+DEFAULT_SHARE = 0.25
 
 
 def plan_size(
@@ -60,13 +58,8 @@ def plan_size(
     if memory is None:
         memory = int(memory_facts(pick_device(device)).free * DEFAULT_SHARE)
     page_bytes = whole("bytes_per_token", bytes_per_token, 1) * whole("page_size", page_size, 1)
-    if not isinstance(memory, Real) or not math.isfinite(memory):
-        raise ArgumentError(
-            "memory",
-            memory,
-            "must be a finite number of bytes, or None for a share of what is free",
-        )
-    pages = int(memory) // page_bytes - 1
+    remedy = "must be a finite number of bytes, or None for a share of what is free"
+    pages = int(real("memory", memory, 0, sys.float_info.max, remedy)) // page_bytes - 1
     if pages < 1:
         raise ArgumentError(
             "memory", memory, f"bytes hold no page besides page 0; give at least {2 * page_bytes}"
@@ -93,19 +86,15 @@ class _Pool:
         row = whole("kv_heads", row[0], 1), whole("head_dim", row[1], 1)
         self.device = pick_device(device)
         if dtype not in DTYPES:
-            raise ArgumentError(
-                "dtype", dtype, "a pool stores float32, float16, bfloat16 or float8_e4m3fn"
-            )
-        if (
-            dtype == FP8
-            and self.device.type == "cuda"
-            and torch.cuda.get_device_capability(self.device) < (8, 9)
-        ):
+            remedy = "a pool stores float32, float16, bfloat16 or float8_e4m3fn"
+            raise ArgumentError("dtype", dtype, remedy)
+        if dtype == FP8 and capability_of(self.device) < (8, 9):
             name = torch.cuda.get_device_name(self.device)
-            raise ArgumentError(
-                "dtype", dtype, f"{name} has no fp8 (sm89 and newer have); use bfloat16 or float16"
-            )
-        self.page_size, self.num_layers, self.dtype = page_size, num_layers, dtype
+            remedy = f"{name} has no fp8 (sm89 and newer have); use bfloat16 or float16"
+            raise ArgumentError("dtype", dtype, remedy)
+        self.page_size = page_size
+        self.num_layers = num_layers
+        self.dtype = dtype
         self.num_slots = (size // page_size + 1) * page_size
         self._triton = use_triton(kernels, self.device)
         rows = torch.zeros(parts, num_layers, self.num_slots, *row, dtype=dtype, device=self.device)
@@ -118,7 +107,13 @@ class _Pool:
 
     def k(self, layer: int) -> Tensor:
         """Keys of a layer, ``[slots, heads, columns]`` (a view)."""
-        return self._parts[0][layer]
+        return self._parts[0][self._known(layer)]
+
+    def _known(self, layer: int) -> int:
+        """`layer`, when the pool has it."""
+        if type(layer) is int and 0 <= layer < self.num_layers:
+            return layer
+        return whole("layer", layer, 0, self.num_layers - 1, f"must be 0 to {self.num_layers - 1}")
 
     def _store(
         self, layer: int, slots: Tensor, rows: dict[str, Tensor], scales: dict[str, float]
@@ -126,67 +121,44 @@ class _Pool:
         for name, tensor in {"slots": slots, **rows}.items():
             if not isinstance(tensor, Tensor) or tensor.device.type != self.device.type:
                 where = getattr(tensor, "device", tensor)
-                raise ArgumentError(
-                    name, where, f"must be a tensor on the pool's device, {self.device}"
-                )
-        n, rows = slots.numel(), {name: tensor.detach() for name, tensor in rows.items()}
-        layer = layer if type(layer) is int else whole("layer", layer)
-        if not 0 <= layer < len(self._parts[0]):
-            raise ArgumentError("layer", layer, f"must be 0 to {len(self._parts[0]) - 1}")
-        if slots.ndim != 1 or slots.dtype not in (torch.int64, torch.int32):
+                remedy = f"must be a tensor on the pool's device, {self.device}"
+                raise ArgumentError(name, where, remedy)
+        layer = self._known(layer)
+        if slots.ndim != 1 or slots.dtype not in INTEGERS:
             raise ArgumentError("slots", slots, "must be int64 or int32 [n]")
+        n = slots.numel()
+        want = (n, *self._parts[0][layer].shape[1:])
         for name, tensor in rows.items():
-            want = (n, *self._parts[0][layer].shape[1:])
             if tensor.shape != want:
-                raise ArgumentError(
-                    name,
-                    tuple(tensor.shape),
-                    f"must be {want}: one row per slot; give padding slot 0",
-                )
+                remedy = f"must be {want}: one row per slot; give padding slot 0"
+                raise ArgumentError(name, tuple(tensor.shape), remedy)
             if tensor.dtype not in DTYPES:
-                raise ArgumentError(
-                    name, tensor.dtype, "must be a floating type that a pool stores"
-                )
-        for name, scale in scales.items():
-            if not isinstance(scale, Real) or not FP32.tiny <= scale <= FP32.max:
-                remedy = (
-                    "must be a positive number that float32 holds; 1.0 stores values as they are"
-                )
-                raise ArgumentError(name, scale, remedy)
+                remedy = "must be a floating type that a pool stores"
+                raise ArgumentError(name, tensor.dtype, remedy)
+        remedy = "must be a positive number that float32 holds; 1.0 stores values as they are"
+        divisors = [real(name, x, FP32.tiny, FP32.max, remedy) for name, x in scales.items()]
         if n == 0:
             return
-        if (
-            self.device.type == "cpu"
-            and not 0 <= int(slots.min()) <= int(slots.max()) < self.num_slots
-        ):
+        if self.device.type == "cpu":
             wrong = slots[(slots < 0) | (slots >= self.num_slots)]
-            raise ArgumentError(
-                "slots", int(wrong[0]), f"is outside the pool's {self.num_slots} slots"
-            )
+            if len(wrong):
+                remedy = f"is outside the pool's {self.num_slots} slots"
+                raise ArgumentError("slots", int(wrong[0]), remedy)
+            mixed = self.dtype == FP8 and any(x.dtype != FP8 for x in rows.values())
+            if self._triton and mixed:
+                remedy = "Triton's interpreter rounds to fp8 wrongly; use kernels='torch'"
+                raise ArgumentError("dtype", FP8, remedy)
+        store = store_triton if self._triton else store_torch
         caches = [part[layer] for part in self._parts]
-        if self._triton:
-            refuse_interpreted_bf16(pool=caches[0], **rows)
-            if (
-                self.dtype == FP8
-                and self.device.type == "cpu"
-                and any(r.dtype != FP8 for r in rows.values())
-            ):
-                raise ArgumentError(
-                    "dtype", FP8, "Triton's interpreter rounds to fp8 wrongly; use kernels='torch'"
-                )
-            store_triton(caches, slots, list(rows.values()), [*map(float, scales.values())])
-        else:
-            store_torch(caches, slots, list(rows.values()), [*map(float, scales.values())])
+        store(caches, slots, [tensor.detach() for tensor in rows.values()], divisors)
 
     def __repr__(self) -> str:
-        kind, shape = type(self).__name__, "×".join(map(str, self.k(0).shape[1:]))
-        dtype, mib = (
-            str(self.dtype).removeprefix("torch."),
-            self.num_slots * self.bytes_per_token / 2**20,
-        )
+        shape = "×".join(map(str, self.k(0).shape[1:]))
+        dtype = str(self.dtype).removeprefix("torch.")
+        mib = self.num_slots * self.bytes_per_token / 2**20
         return (
-            f"{kind}({self.num_slots} slots of {shape} in {self.num_layers} layers, {dtype} on {self.device}: "
-            f"{mib:.1f} MiB, {self.bytes_per_token} bytes per token)"
+            f"{type(self).__name__}({self.num_slots} slots of {shape} in {self.num_layers} layers, "
+            f"{dtype} on {self.device}: {mib:.1f} MiB, {self.bytes_per_token} bytes per token)"
         )
 
 
@@ -234,7 +206,7 @@ class KVPool(_Pool):
 
     def v(self, layer: int) -> Tensor:
         """Values of a layer, ``[slots, kv_heads, head_dim]`` (a view)."""
-        return self._parts[1][layer]
+        return self._parts[1][self._known(layer)]
 
     def set_kv(
         self,
@@ -277,7 +249,7 @@ class MLAPool(_Pool):
     Examples
     --------
     >>> import torch
-    >>> m = MLAPool(8, 4, num_layers=1, kv_lora_rank=4, rope_dim=2, dtype=torch.float32, device="cpu")
+    >>> m = MLAPool(8, 4, 1, kv_lora_rank=4, rope_dim=2, dtype=torch.float32, device="cpu")
     >>> m.k(0).shape, m.v(0).shape
     (torch.Size([12, 1, 6]), torch.Size([12, 1, 4]))
     """

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from minikv.kernels.launch import compiled, pointer
@@ -44,12 +45,12 @@ def _launch(
 def extend_triton(
     free: FreeList,
     page_size: int,
-    before: Any,
-    last_loc: torch.Tensor,
     first: int,
     new_pages: int,
     total: int,
-    longest: int,
+    last_loc: torch.Tensor,
+    staged: tuple[np.ndarray, Any],
+    new: np.ndarray,
 ) -> torch.Tensor:
     """Slots of an extend in one launch.
 
@@ -57,15 +58,17 @@ def extend_triton(
     ----------
     free
         Free list and page states on the device.
-    before
-        int64 ``[n + 1, 2]``, a tensor or an address (see ``Staging``): tokens, and new pages, of
-        all requests before each one; the last row is the sum.
-    last_loc
-        int32 or int64 ``[n]``: slot of each request's last prefix token, -1 without a prefix.
     first, new_pages
         Position in the free list of the first new page, and how many pages are taken.
-    total, longest
-        New tokens in all, and of the longest request.
+    total
+        New tokens in all.
+    last_loc
+        int32 or int64 ``[n]``: slot of each request's last prefix token, -1 without a prefix.
+    staged
+        int64 ``[n + 1, 2]``, flat, as ``Staging`` gives it: tokens, and new pages, of all requests
+        before each one; the last row is the sum.
+    new
+        New tokens of each request.
 
     Returns
     -------
@@ -75,40 +78,24 @@ def extend_triton(
     n = last_loc.numel()
     out = free.stack.new_empty(total)
     words, stride = _int32_words(last_loc)
+    longest = int(np.maximum.reduce(new))
     blocks = min(-(-longest // EXTEND_BLOCK), max(1, MOST_PROGRAMS // n))
+    inputs = pointer(staged[1]), words
     scalars = (first, free.seen, free.num_pages, n, total, stride)
-    _launch(
-        extend_kernel,
-        EXTEND_BLOCK,
-        (n, blocks),
-        page_size,
-        free,
-        out,
-        (pointer(before), words),
-        scalars,
-    )
+    _launch(extend_kernel, EXTEND_BLOCK, (n, blocks), page_size, free, out, inputs, scalars)
     return out
 
 
 def decode_triton(
-    free: FreeList, page_size: int, last_loc: torch.Tensor, first: int, new_pages: int
+    free: FreeList, page_size: int, first: int, new_pages: int, n: int, last_loc: torch.Tensor
 ) -> torch.Tensor:
-    """Slots of one more token for each request in one launch: nothing but `last_loc` is read per
-    request."""
-    n = last_loc.numel()
+    """Slots of one more token for each of `n` requests in one launch: nothing but `last_loc` is
+    read per request."""
     out = free.stack.new_empty(n)
     words, stride = _int32_words(last_loc)
     scalars = (first, free.seen, free.num_pages, new_pages, n, stride)
-    _launch(
-        decode_kernel,
-        DECODE_BLOCK,
-        (-(-n // DECODE_BLOCK), 1),
-        page_size,
-        free,
-        out,
-        (words,),
-        scalars,
-    )
+    grid = (-(-n // DECODE_BLOCK), 1)
+    _launch(decode_kernel, DECODE_BLOCK, grid, page_size, free, out, (words,), scalars)
     return out
 
 
@@ -120,15 +107,13 @@ def _int32_words(last_loc: torch.Tensor) -> tuple[Any, int]:
     if last_loc.dtype == torch.int32:
         return pointer(last_loc), 1
     # One entry counts as contiguous whatever its stride, but a view as other words wants stride 1.
-    return (
-        last_loc.as_strided((last_loc.numel(),), (1,)).view(torch.int32)
-        if INTERPRETED
-        else last_loc.data_ptr()
-    ), 2
+    if INTERPRETED:
+        last_loc = last_loc.as_strided((last_loc.numel(),), (1,)).view(torch.int32)
+    return pointer(last_loc), 2
 
 
-# Nothing about an argument is compiled in: not the value 1, not divisibility by 16, not a pointer's
-# alignment.
+# Nothing about an argument is compiled in: neither the value 1, nor divisibility by 16, nor a
+# pointer's alignment.
 @triton.jit(do_not_specialize=[*range(12)], do_not_specialize_on_alignment=[*range(12)])
 def extend_kernel(
     out_ptr, free_ptr, state_ptr, lost_ptr, before_ptr, last_loc_ptr,
@@ -196,20 +181,20 @@ def decode_kernel(
 def extend_torch(
     free: FreeList,
     page_size: int,
-    before: torch.Tensor,
-    last_loc: torch.Tensor,
     first: int,
     new_pages: int,
     total: int,
-    longest: int,
+    last_loc: torch.Tensor,
+    staged: tuple[np.ndarray, Any],
+    new: np.ndarray,
 ) -> torch.Tensor:
     """The same slots as :func:`extend_triton`, with PyTorch operations on any device."""
-    tokens, pages = before.to(last_loc.device, non_blocking=True).view(-1, 2).unbind(1)
+    before = torch.from_numpy(staged[0]).to(last_loc.device, non_blocking=True)
+    tokens, pages = before.view(-1, 2).unbind(1)
     following = last_loc.long() + 1
     request = torch.repeat_interleave(tokens.diff(), output_size=total)
-    t = torch.arange(
-        total, device=tokens.device
-    )  # numbered over the whole batch; the terms per request make up for it
+    # Numbered over the whole batch; the terms per request make up for it.
+    t = torch.arange(total, device=tokens.device)
     u = t - (tokens[:-1] + (-following) % page_size).index_select(0, request)
     fresh, number = u >= 0, u // page_size
     page = free.page_at((first + pages[:-1]).index_select(0, request) + number, fresh)
@@ -219,12 +204,10 @@ def extend_torch(
 
 
 def decode_torch(
-    free: FreeList, page_size: int, last_loc: torch.Tensor, first: int, new_pages: int
+    free: FreeList, page_size: int, first: int, new_pages: int, n: int, last_loc: torch.Tensor
 ) -> torch.Tensor:
     """The same slots as :func:`decode_triton`, with PyTorch operations on any device."""
     following = last_loc.long() + 1
-    if new_pages == 0:
-        return following
     opens = following % page_size == 0
     rank = opens.cumsum(0) - 1
     page = free.page_at(first + rank, opens & (rank < new_pages))

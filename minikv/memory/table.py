@@ -19,7 +19,7 @@ from minikv.kernels.choice import use_triton
 from minikv.kernels.launch import compiled, pointer
 from minikv.kernels.staging import Staging, to_device
 from minikv.kernels.triton import tl, triton
-from minikv.numbers import host_integers, whole
+from minikv.numbers import INTEGERS, first_of, host_integers, whole
 
 BLOCK = 256
 
@@ -66,17 +66,15 @@ class RequestTable:
         device: torch.device | str = "cpu",
         debug: bool = False,
     ) -> None:
-        max_requests, max_context = (
-            whole("max_requests", max_requests, 1),
-            whole("max_context", max_context, 1),
-        )
-        self.max_requests, self.max_context, self.debug = max_requests, max_context, debug
+        self.max_requests = whole("max_requests", max_requests, 1)
+        self.max_context = whole("max_context", max_context, 1)
+        self.debug = debug
         self.device = pick_device(device)
-        self.table = torch.zeros(
-            max_requests + 1, max_context, dtype=torch.int32, device=self.device
-        )
-        self.last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=self.device)
-        self._flat, self._staging = self.table.view(-1), Staging(self.table.device, 1 << 14)
+        shape = self.max_requests + 1, self.max_context
+        self.table = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        self.last_tokens = torch.zeros(shape[0], dtype=torch.int64, device=self.device)
+        self._flat = self.table.view(-1)
+        self._staging = Staging(self.device, 1 << 14)
         self._triton = use_triton("auto", self.device)
         self.clear()
 
@@ -91,7 +89,7 @@ class RequestTable:
             return None
         if self.debug and bool(self.table[0].any()):
             raise StateError(
-                "RequestTable: something was written to row 0, which padding reads; it must stay zero"
+                "RequestTable: row 0, which padding reads, was written to; it must stay zero"
             )
         rows, self._free = self._free[:n], self._free[n:]
         for row in rows:
@@ -109,16 +107,13 @@ class RequestTable:
         """
         rows = host_integers("rows", rows).ravel().tolist()
         for i, row in enumerate(rows):
-            if not 0 < row <= self.max_requests or not self._held[row] or row in rows[:i]:
-                raise ArgumentError(
-                    "rows", row, f"is not in use; free each row of 1..{self.max_requests} once"
-                )
+            if not self.is_held(row) or row in rows[:i]:
+                remedy = f"is not in use; free each row of 1..{self.max_requests} once"
+                raise ArgumentError("rows", row, remedy)
         for row in rows:
             self._held[row] = 0
             self._ends[row] = 0
-            self.table[
-                row
-            ].zero_()  # so what a row holds past its tokens was reserved by its present request
+            self.table[row].zero_()  # what follows a row's tokens is its present request's
         self._free = sorted(rows) + self._free
 
     def write(
@@ -142,8 +137,8 @@ class RequestTable:
         Raises
         ------
         ArgumentError
-            For a row not in use, columns outside the table or another number of slots; then nothing
-            is written.
+            For a row not in use, columns outside the table, another number of slots, or slots that
+            are negative (read on the CPU, and with `debug`); then nothing is written.
         """
         given = {"rows": rows, "prefix_lens": prefix_lens, "seq_lens": seq_lens}
         row, start, stop = (host_integers(name, x).reshape(-1) for name, x in given.items())
@@ -152,45 +147,29 @@ class RequestTable:
                 "rows", row.size, f"rows for {start.size} prefix_lens and {stop.size} seq_lens"
             )
         new = stop - start
-        inside = (
-            (row > 0)
-            & (row <= self.max_requests)
-            & (start >= 0)
-            & (new >= 0)
-            & (stop <= self.max_context)
-        )
+        inside = (row > 0) & (row <= self.max_requests)
+        inside &= (start >= 0) & (new >= 0) & (stop <= self.max_context)
         if not (inside.all() and self._in_use[row].all()):
             self._refuse(row.tolist(), start.tolist(), stop.tolist())
         total = int(new.sum())
-        if not isinstance(slots, torch.Tensor) or slots.dtype not in (torch.int64, torch.int32):
+        if not isinstance(slots, torch.Tensor) or slots.dtype not in INTEGERS:
             raise ArgumentError("slots", slots, "must be an int64 or int32 tensor")
-        if slots.ndim != 1 or slots.numel() != total:
-            raise ArgumentError(
-                "slots", tuple(slots.shape), f"must be [{total}], one slot per new token"
-            )
+        if slots.shape != (total,):
+            remedy = f"must be [{total}], one slot per new token"
+            raise ArgumentError("slots", tuple(slots.shape), remedy)
         if total and (self.debug or not slots.is_cuda):
-            low, high = map(int, slots.aminmax())
-            if low < (1 if self.debug else -(2**31)) or high >= 2**31:
-                wrong = high if high >= 2**31 else low
-                raise ArgumentError(
-                    "slots", wrong, "is padding's or nothing's; rows hold int32 slots above 0"
-                )
+            wrong = slots[(slots < (1 if self.debug else 0)) | (slots >= 2**31)]
+            if len(wrong):
+                raise ArgumentError("slots", int(wrong[0]), "rows hold int32 slots above 0")
         index = row * self.max_context + start
         if total != row.size or not (new == 1).all():  # not a decode step
             index = np.repeat(index + new - np.cumsum(new), new) + np.arange(total)
         if self._triton:
             self._write(index, slots.to(self.table.device).contiguous())
         else:
-            self._flat.scatter_(0, self._to_device(index), slots.to(torch.int32))
+            index = to_device(torch.from_numpy(index), self.device)
+            self._flat.scatter_(0, index, slots.to(torch.int32))
         np.maximum.at(self._ends, row, stop)
-
-    def wrote(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Note that a kernel wrote the columns before ``seq_lens[i]`` of row ``rows[i]``, as
-        :meth:`write` would have.
-
-        Both are int64 `[n]` on the CPU; no row is named twice, and all are in use.
-        """
-        self._ends[rows.numpy()] = seq_lens.numpy()
 
     def _write(self, index: np.ndarray, slots: torch.Tensor) -> None:
         """Entry ``index[i]`` becomes ``slots[i]``: one launch, which reads the host's numbers where
@@ -210,7 +189,7 @@ class RequestTable:
 
     def _refuse(self, rows: list[int], starts: list[int], stops: list[int]) -> None:
         for r, a, b in zip(rows, starts, stops, strict=True):
-            if not 0 < r <= self.max_requests or not self._held[r]:
+            if not self.is_held(r):
                 raise ArgumentError("rows", r, "is not in use; write to rows from alloc()")
             if not 0 <= a <= b <= self.max_context:
                 raise ArgumentError(
@@ -227,12 +206,11 @@ class RequestTable:
         On CUDA that is where :meth:`write` last ended, which the host knows; only a row that was
         filled by other means is read, and that waits for the device.
         """
+        row = whole("row", row, 0, self.max_requests, f"must be 0 to {self.max_requests}")
         if self.device.type == "cuda" and self._ends[row]:
             return max(start, int(self._ends[row]))
-        held = self.table[
-            row, start:
-        ].nonzero()  # a free row is zero, and slot 0 is never handed out
-        return start + (int(held[-1]) + 1 if len(held) else 0)
+        # Slot 0 is never handed out, and a free row is zero.
+        return max([start, *(self.table[row].nonzero().ravel() + 1).tolist()[-1:]])
 
     def truncate(self, row: int, length: int) -> torch.Tensor:
         """Shorten a row: the slots that leave it, in order.
@@ -289,42 +267,35 @@ class RequestTable:
         ArgumentError
             For a row that the table does not have, or a length that a row cannot have.
         """
-        row, length = (
-            host_integers("rows", rows).reshape(-1),
-            host_integers("lens", lens).reshape(-1),
-        )
+        row = host_integers("rows", rows).reshape(-1)
+        length = host_integers("lens", lens).reshape(-1)
         if row.size != length.size:
             raise ArgumentError("lens", length.size, f"lengths for {row.size} rows; pass one each")
-        for name, numbers, most in (
-            ("rows", row, self.max_requests),
-            ("lens", length, self.max_context),
-        ):
+        limits = ("rows", row, self.max_requests), ("lens", length, self.max_context)
+        for name, numbers, most in limits:
             wrong = (numbers < 0) | (numbers > most)
             if wrong.any():
                 raise ArgumentError(name, int(numbers[wrong.argmax()]), f"must be 0 to {most}")
         index = row * self.max_context + np.maximum(length - 1, 0)
-        index, length_there = self._to_device(np.stack((index, length)))
+        index, length_there = to_device(torch.from_numpy(np.stack((index, length))), self.device)
         slots = self._flat[index].long()
         return slots if length.all() else torch.where(length_there > 0, slots, -1)
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(torch.from_numpy(array), self.device)
 
     def clear(self) -> None:
         """All rows free and zero."""
         self._free = list(range(1, self.max_requests + 1))
         self._held = bytearray(self.max_requests + 1)
         self._in_use = np.frombuffer(self._held, np.uint8)  # the same bytes
-        self._ends = np.zeros(
-            self.max_requests + 1, np.int64
-        )  # columns written of each row since it was handed out
+        # Columns written of each row since it was handed out.
+        self._ends = np.zeros(self.max_requests + 1, np.int64)
         self.table.zero_()
 
     def __repr__(self) -> str:
-        used = [row for row in range(1, self.max_requests + 1) if self._held[row]]
-        text = f"RequestTable({self.max_requests} rows of {self.max_context} on {self.device}: {len(self._free)} free"
+        used = self._in_use.nonzero()[0].tolist()
+        rows = f"{self.max_requests} rows of {self.max_context}"
+        text = f"RequestTable({rows} on {self.device}: {len(self._free)} free"
         if used:
-            text += ", in use " + " ".join(map(str, used[:8])) + (" …" if len(used) > 8 else "")
+            text += f", in use {first_of(used)}"
         return text + ")"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
@@ -333,9 +304,7 @@ class RequestTable:
         return requests.mimebundle(self)
 
 
-@triton.jit(
-    do_not_specialize=["index", "slots", "n"], do_not_specialize_on_alignment=["index", "slots", "n"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[1, 2, 3], do_not_specialize_on_alignment=[1, 2, 3])
 def write_kernel(table, index, slots, n, BLOCK: tl.constexpr):
     """Program i writes entries ``i * BLOCK ..``."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -59,7 +59,7 @@ def cases() -> list[Case]:
             found.append(
                 Case(
                     f"set_kv {row} to {dtype}, {heads} heads of {dim}",
-                    "minikv.memory.pool_kernels:store_kernel",
+                    "minikv.memory.store:store_kernel",
                     {
                         **STORE,
                         "k_ptr": f"*{row}",

@@ -214,11 +214,11 @@ def test_allocation_can_be_captured_in_a_graph() -> None:
 @pytest.mark.gpu
 def test_one_launch_per_call() -> None:
     a = PagedAllocator(1 << 20, 16, device="cuda")
-    prefix, seq = torch.tensor([0, 0]), torch.tensor([40, 5])
-    none, last = torch.full((2,), -1, device="cuda"), torch.tensor([39, 4], device="cuda")
+    prefix, seq = torch.tensor([0, 0]), torch.tensor([48, 5])
+    none, last = torch.full((2,), -1, device="cuda"), torch.tensor([47, 4], device="cuda")
 
     def calls() -> None:
-        a.alloc_extend(prefix, seq, none, 45)
+        a.alloc_extend(prefix, seq, none, 53)
         a.alloc_decode(seq + 1, last)
 
     calls()

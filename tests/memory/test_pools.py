@@ -13,7 +13,7 @@ from minikv import device as devices
 from minikv.errors import ArgumentError
 from minikv.kernels.triton import HAVE_TRITON, tl, triton
 from minikv.memory import DEFAULT_SHARE, KVPool, MLAPool, PagedAllocator, plan_size, pools
-from minikv.memory.pool_kernels import FP8, row_offset
+from minikv.memory.store import FP8, row_offset
 
 CUDA = torch.cuda.is_available()
 KINDS = [

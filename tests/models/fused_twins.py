@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.memory.pool_kernels import store_torch
+from minikv.memory.store import store_torch
 from minikv.models.fused.few_rows import add_parts
 from minikv.models.rope import rotate
 

@@ -20,7 +20,7 @@ from minikv.attention import AttentionBackend, StepInputs
 from minikv.errors import ArgumentError
 from minikv.kernels.triton import HAVE_TRITON
 from minikv.memory import KVPool, RequestTable
-from minikv.memory.pool_kernels import FP8
+from minikv.memory.store import FP8
 from minikv.models import ModelConfig, random_model
 from minikv.models.fused.between import add_norm, silu_mul
 from minikv.models.fused.decoder import FusedDecoder, fused_for

@@ -14,7 +14,7 @@ from torch import Tensor
 from minikv.kernels.dependent import let_next_start, wait_for_previous
 from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
-from minikv.memory.pool_kernels import FP8, _converted, row_offset
+from minikv.memory.store import FP8, converted, row_offset
 from minikv.models.fused.few_rows import sum_of_parts
 
 HEADS = 4  # that one program takes
@@ -149,7 +149,7 @@ def rotate_kernel(
     kv_head = tl.where(is_v, head[:, None] - Q_HEADS - KV_HEADS, head[:, None] - Q_HEADS)
     cache = tl.where(is_v, v_cache, k_cache)
     kv_at = cache + row_offset(slot, KV_HEADS * D) + kv_head * D + i[None, :]
-    tl.store(kv_at, _converted(a, 1.0, k_cache.dtype.element_ty, False, SATURATE), mask=to_pool)
+    tl.store(kv_at, converted(a, 1.0, k_cache.dtype.element_ty, False, SATURATE), mask=to_pool)
     tl.store(
-        kv_at + HALF, _converted(b, 1.0, k_cache.dtype.element_ty, False, SATURATE), mask=to_pool
+        kv_at + HALF, converted(b, 1.0, k_cache.dtype.element_ty, False, SATURATE), mask=to_pool
     )

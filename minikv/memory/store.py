@@ -9,7 +9,8 @@ from minikv.kernels.triton import tl, triton
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-TILE = 2048  # elements of K, and of V, that one program moves: 8 or 16 a thread, so whole 16-byte loads
+# Elements of K, and of V, that one program moves: 8 or 16 a thread, so whole 16-byte loads.
+TILE = 2048
 
 
 def store_triton(
@@ -76,7 +77,7 @@ def row_offset(slot, stride):
 
 
 @triton.jit
-def _converted(x, scale, dtype: tl.constexpr, SCALED: tl.constexpr, SATURATE: tl.constexpr):
+def converted(x, scale, dtype: tl.constexpr, SCALED: tl.constexpr, SATURATE: tl.constexpr):
     if SCALED:
         x = tl.div_rn(x.to(tl.float32), scale)
     if SATURATE:
@@ -111,9 +112,9 @@ def store_kernel(
     if HAS_V:
         v_from = row_offset(token, v_token_stride)[:, None] + (head * v_head_stride + dim)[None, :]
         v = tl.load(v_ptr + v_from, mask=read)
-        v = _converted(v, v_scale, v_cache_ptr.dtype.element_ty, SCALED, SATURATE)
+        v = converted(v, v_scale, v_cache_ptr.dtype.element_ty, SCALED, SATURATE)
         tl.store(v_cache_ptr + target, v, mask=write)
-    k = _converted(k, k_scale, k_cache_ptr.dtype.element_ty, SCALED, SATURATE)
+    k = converted(k, k_scale, k_cache_ptr.dtype.element_ty, SCALED, SATURATE)
     tl.store(k_cache_ptr + target, k, mask=write)
 
 
@@ -124,9 +125,8 @@ def store_torch(
     for cache, row, scale in zip(caches, rows, scales, strict=True):
         # A tensor, not a number: CUDA divides by a number as a product with its rounded inverse.
         value = row if scale == 1.0 else row.float() / torch.full((), scale, device=row.device)
-        if (
-            cache.dtype == FP8
-        ):  # stored as bytes: PyTorch has no indexed store for fp8 on every device
+        # fp8 is stored as bytes: PyTorch has no indexed store for it on every device.
+        if cache.dtype == FP8:
             value = value.float().clamp(-FP8_MAX, FP8_MAX).to(FP8)
             cache.view(torch.uint8)[slots.long()] = value.view(torch.uint8)
         else:
