@@ -380,3 +380,15 @@ def test_slots_outside_the_pool_overwrite_nothing_on_a_gpu() -> None:
     rows = torch.ones(3, 1, 8, dtype=torch.float16, device="cuda")
     pool.set_kv(0, torch.tensor([-1, 20, 5], device="cuda"), rows, rows)
     assert pool.k(0).any(-1).flatten().nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize("layer", [99, -1, 2, "0", 0.0, None])
+def test_p08_layers_that_a_pool_does_not_have_are_named(layer) -> None:
+    for pool in (
+        KVPool(8, 4, 2, 1, 8, torch.float32, "cpu"),
+        MLAPool(8, 4, 2, 4, 2, torch.float32, "cpu"),
+    ):
+        for read in (pool.k, pool.v):
+            with pytest.raises(ArgumentError, match="layer=.*must be 0 to 1"):
+                read(layer)
+        assert pool.k(np.int64(1)).shape[0] == 12

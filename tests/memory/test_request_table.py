@@ -309,3 +309,28 @@ def test_only_rows_in_use_are_shortened_and_never_grow() -> None:
         with pytest.raises(ArgumentError, match="length"):
             table.truncate(row, bad)
     assert table.table[row, :3].tolist() == [4, 5, 6]
+
+
+def test_the_end_of_a_row_is_not_lowered_by_a_later_lower_write() -> None:
+    table = RequestTable(2, 16)
+    row, other = table.alloc(2)
+    table.write([row], [0], [9], torch.arange(4, 13))
+    table.write([other, row], [0, 2], [3, 4], torch.arange(20, 25))
+    assert table.end(row) == 9
+    table.device = torch.device("cuda")  # there the host's own count answers, as nothing is read
+    assert (table.end(row), table.end(other), table.end(row, 12)) == (9, 3, 12)
+
+
+@pytest.mark.parametrize("row", [9, -1, "1", 1.5])
+def test_p08_rows_that_the_table_does_not_have_are_named(row) -> None:
+    table = RequestTable(2, 8)
+    with pytest.raises(ArgumentError, match="row=.*must be 0 to 2"):
+        table.end(row)
+
+
+def test_p20_negative_slots_are_refused_on_the_cpu_without_debug() -> None:
+    table = RequestTable(2, 8)
+    table.alloc(1)
+    with pytest.raises(ArgumentError, match="slots=-1"):
+        table.write([1], [0], [2], torch.tensor([5, -1]))
+    assert not table.table.any()
