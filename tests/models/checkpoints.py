@@ -44,8 +44,6 @@ class Checkpoint:
     ----------
     config, generation
         Contents of ``config.json`` and, where it was written, ``generation_config.json``.
-    kind
-        The tokenizer's kind.
     refused
         Keys that the checkpoint has and minikv may refuse, if it names one of them.
     drawn
@@ -108,7 +106,7 @@ def shape(rng: random.Random, family: str) -> dict[str, Any]:
         config["head_dim"] = rng.choice([8, 16, 24])
     if family in ("llama-2", "llama-3", "smollm2", "mistral") and rng.random() < 0.3:
         config["head_dim"] = None
-    if heads == kv_heads and rng.random() < 0.5 and family in ("llama-2", "smollm2", "deepseek"):
+    if heads == kv_heads and rng.random() < 0.5 and family in ("llama-2", "smollm2"):
         del config["num_key_value_heads"]  # as many as there are heads
     if family in ("llama-2", "llama-3", "qwen3") and rng.random() < 0.3:
         config["attention_bias"] = True
@@ -125,20 +123,16 @@ def shape(rng: random.Random, family: str) -> dict[str, Any]:
         if config["use_sliding_window"] and rng.random() < 0.3:
             config["layer_types"] = rng.choices(["sliding_attention", "full_attention"], k=2)
     elif family == "deepseek":
-        config.pop("head_dim", None)
-        if "num_key_value_heads" in config:
-            config["num_key_value_heads"] = heads
+        config = {key: value for key, value in config.items() if key != "head_dim"}
         config |= {
+            "num_key_value_heads": heads,
             "kv_lora_rank": 16,
             "q_lora_rank": rng.choice([None, 12]),
             "qk_nope_head_dim": 8,
             "qk_rope_head_dim": rng.choice([4, 8]),
             "v_head_dim": 12,
             "first_k_dense_replace": 2,
-            "num_experts_per_tok": 2,
             "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
         }
     return config
 
@@ -193,7 +187,10 @@ def _rope(rng: random.Random, made: Checkpoint) -> None:
 
 
 def _rare(rng: random.Random, made: Checkpoint) -> None:
-    """Sometimes one thing that minikv does not have, or another word for what it has."""
+    """Sometimes a key is left out, and sometimes there is a thing that minikv does not have."""
+    for key in ("rms_norm_eps", "architectures", "hidden_act"):
+        if rng.random() < 0.1:
+            del made.config[key]
     if rng.random() > 0.12:
         return
     nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
@@ -269,7 +266,7 @@ def _tokenizer(rng: random.Random, made: Checkpoint, path: Path) -> None:
     if rng.random() < 0.3:
         settings["add_bos_token"] = rng.random() < 0.5
     listed = rng.choice(["decoder", "decoder", "none", "added_tokens.json", "additional"])
-    # Beside an added_tokens.json transformers 5 forgets which tokens these two name.
+    # Beside an added_tokens.json transformers 5 forgets which tokens these name.
     if listed != "added_tokens.json":
         if rng.random() < 0.4:
             plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
@@ -293,7 +290,9 @@ def _tokenizer(rng: random.Random, made: Checkpoint, path: Path) -> None:
         key = rng.choice(["additional_special_tokens", "extra_special_tokens"])
         settings[key] = [t["content"] for t in extra[-2:]]
     if place != "settings":
-        given = {k: v for k, v in names.items() if v}
+        given: dict[str, Any] = {k: v for k, v in names.items() if v}
+        if listed != "added_tokens.json" and rng.random() < 0.3:
+            given["additional_special_tokens"] = others
         write_json(path / "special_tokens_map.json", given)
     made.drawn.append(f"specials inside {inside}, names in {place}, tokens in {listed}")
     _template(rng, made, path, settings)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_kinds import LINES, tokenizer_json
+from tokenizer_kinds import CUTS, KINDS, LINES, tokenizer_json
 
 from minikv.engine import TextStream
 from minikv.models.files.tokenizer import FileTokenizer
 
 SEQUENCES = 3000
 SAMPLES = ["漢字", "👍🏽", "❤️", "e\u0301", "  a\tb ", "<s>", "สวัสดี", *LINES]
-ALPHABET = {i: bytes([i]) for i in range(256)}
 
 
 def tokenizer(kind: str, folder: Path) -> FileTokenizer:
@@ -47,9 +46,9 @@ def pieces(kind: str, made: FileTokenizer) -> dict[int, bytes]:
             found[i] = b""
         elif i in added:
             found[i] = text.encode()
-        elif kind == "llama3":
+        elif kind in CUTS:
             found[i] = bytes(byte_of[letter] for letter in text)
-        elif text.startswith("<0x") and kind != "metaspace-first":
+        elif text.startswith("<0x") and kind in ("fallback", "metaspace"):
             found[i] = bytes([int(text[3:5], 16)])
         else:
             found[i] = text.replace("▁", " ").encode()
@@ -74,14 +73,14 @@ def sequences(made: FileTokenizer, table: dict[int, bytes]) -> Any:
             yield ids[start : start + count]
 
 
-@pytest.mark.parametrize("kind", ["llama3", "fallback", "metaspace-first"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_streamed_one_by_one_give_the_text_of_all(kind: str, tmp_path: Path) -> None:
     made = tokenizer(kind, tmp_path)
     table = pieces(kind, made)
     for ids in sequences(made, table):
         whole = b"".join(table[i] for i in ids).decode(errors="replace")
         shown = [table[i] for i in ids if table[i]]
-        if kind != "llama3" and shown and shown[0].startswith(b" "):
+        if kind not in CUTS and shown and shown[0].startswith(b" "):
             whole = whole[1:]  # the space that these kinds put in front of a text
         assert made.decode(ids) == whole, ids
         stream = TextStream(made)

@@ -291,8 +291,8 @@ class FileTokenizer:
         """
         folder = Path(folder)
         backend = Backend.from_file(str(folder / "tokenizer.json"))
-        settings = read_json(folder / "tokenizer_config.json")
-        listed = settings.get("added_tokens_decoder")
+        own = read_json(folder / "tokenizer_config.json")
+        settings, listed = dict(own), own.get("added_tokens_decoder")
         if listed is None:  # then two files of older versions count
             settings |= read_json(folder / "special_tokens_map.json")
             older = read_json(folder / "added_tokens.json")
@@ -303,12 +303,14 @@ class FileTokenizer:
         order = [*_NAMES, *(name for name in settings if name.endswith("_token"))]
         given = {name: settings[name] for name in order if settings.get(name)}
         tokens = {name: token for name, token in given.items() if isinstance(token, (str, dict))}
-        extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens")
+        keys = ("extra_special_tokens", "additional_special_tokens")
+        lists = [source[key] for source in (own, settings) for key in keys if source.get(key)]
+        extra = lists[0] if lists else []
         if isinstance(extra, dict):
             tokens |= extra
-            extra = None
+            extra = []
         names = {name: _flags(token)["content"] for name, token in tokens.items()}
-        _add_tokens(backend, listed, [*tokens.values(), *(extra or ())])
+        _add_tokens(backend, listed, [*tokens.values(), *extra])
         template = settings.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
