@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -67,22 +67,6 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-def refuse_interpreted_bf16(**tensors: Any) -> None:
-    """Raise for bfloat16 CPU tensors on their way to an interpreted kernel.
-
-    The interpreter keeps bf16 as raw 16-bit integers, so a dot multiplies bit patterns and is wrong
-    without any error.
-    """
-    for name, tensor in tensors.items():
-        is_bf16 = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16
-        if is_bf16 and tensor.device.type == "cpu":
-            remedy = (
-                "Triton's interpreter computes bfloat16 wrongly; use float32 or float16, or "
-                "backend='torch'"
-            )
-            raise ArgumentError(name, tensor.dtype, remedy)
-
-
 def synchronize(device: torch.device | str) -> None:
     """Wait until `device` has finished everything queued on it (a no-op on the CPU)."""
     if torch.device(device).type == "cuda":
@@ -100,8 +84,7 @@ class MemoryFacts:
 def memory_facts(device: torch.device | str) -> MemoryFacts:
     """Free and total bytes of a CUDA device, or of this machine's main memory for the CPU."""
     if torch.device(device).type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return MemoryFacts(free, total)
+        return MemoryFacts(*torch.cuda.mem_get_info(device))
     import psutil
 
     memory = psutil.virtual_memory()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minikv.errors import ArgumentError, Error
+from minikv.numbers import is_id
 
 if TYPE_CHECKING:
     from minikv.models import Tokenizer
@@ -32,7 +33,7 @@ def split_prompts(prompts: Any) -> list[Any]:
     if hasattr(prompts, "ndim"):  # an array or tensor: ids of one prompt, or one row each
         return [prompts] if prompts.ndim < 2 else list(prompts)
     prompts = list(prompts)
-    if prompts and (isinstance(prompts[0], Mapping) or _is_id(prompts[0])):
+    if prompts and (isinstance(prompts[0], Mapping) or is_id(prompts[0])):
         return [prompts]
     return prompts
 
@@ -55,7 +56,7 @@ def prompt_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> np.ndarray
             if as_list is None and not hasattr(prompt, "__iter__"):
                 raise ArgumentError("prompt", prompt, REMEDY)
             ids = list(prompt) if as_list is None else as_list()
-            if isinstance(prompt, (Mapping, *BYTES)) or not all(map(_is_id, ids)):
+            if isinstance(prompt, (Mapping, *BYTES)) or not all(map(is_id, ids)):
                 raise ArgumentError("prompt", prompt, REMEDY)
         array = np.array(ids, dtype=np.int64)
     except Error:
@@ -68,9 +69,3 @@ def prompt_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> np.ndarray
         remedy = f"is outside the vocabulary; ids are 0..{vocab_size - 1}"
         raise ArgumentError("prompt", int(outside[0]), remedy)
     return array
-
-
-def _is_id(value: Any) -> bool:
-    if isinstance(value, (bool, str, bytes, list, tuple)):
-        return False
-    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0

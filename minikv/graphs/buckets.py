@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from minikv.errors import ArgumentError
+from minikv.numbers import whole
 
 PADDED = (1, 2, 4, *range(8, 161, 8))
 EXACT = (*range(1, 33), 64, 96, 128, 160)
@@ -37,27 +38,28 @@ def capture_batch_sizes(
     Raises
     ------
     ArgumentError
-        For an empty list, or `max_requests` below 1.
+        For sizes of which none is left, and numbers that are not whole or below 1.
 
     Examples
     --------
     >>> capture_batch_sizes(10)
     [1, 2, 4, 8, 9, 10]
-    >>> capture_batch_sizes(160, cap=16), capture_batch_sizes(1), capture_batch_sizes(64, sizes=[0, 1, 1, 2])
-    ([1, 2, 4, 8, 16], [1], [1, 2])
+    >>> capture_batch_sizes(160, cap=16), capture_batch_sizes(64, sizes=[0, 1, 1, 2])
+    ([1, 2, 4, 8, 16], [1, 2])
     """
-    if max_requests < 1:
-        raise ArgumentError("max_requests", max_requests, "must be at least 1")
-    given = (PADDED if padding else EXACT) if sizes is None else [int(size) for size in sizes]
-    if not given:
-        raise ArgumentError(
-            "sizes", sizes, "is empty; name a batch size, or pass None for the usual ones"
-        )
+    max_requests = whole("max_requests", max_requests, 1)
+    given = PADDED if padding else EXACT
+    if sizes is not None:
+        given = tuple(whole("sizes", size) for size in sizes)
     chosen = set(given)
-    if max(chosen) > max_requests:
+    if max(given, default=0) > max_requests:
         chosen |= {max_requests - 1, max_requests}
-    limit = max_requests if cap is None else min(cap, max_requests)
-    return sorted(size for size in chosen if 1 <= size <= limit)
+    limit = max_requests if cap is None else min(whole("cap", cap, 1), max_requests)
+    kept = sorted(size for size in chosen if 1 <= size <= limit)
+    if not kept:
+        remedy = f"leaves no batch size of 1 to {limit}; name one, or pass None for the usual ones"
+        raise ArgumentError("sizes", sizes, remedy)
+    return kept
 
 
 def pick_size(sizes: Sequence[int], batch_size: int, padding: bool = True) -> int | None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from minikv.device import capability_of, refuse_interpreted_bf16
+from minikv.device import capability_of
+from minikv.errors import ArgumentError
 from minikv.kernels.triton import INTERPRETED
 
 _binaries: dict[tuple[Any, ...], Binary] = {}
@@ -60,7 +61,14 @@ def launch(
         on_hopper = tensor.is_cuda and capability_of(tensor.device) >= (9, 0)
         dependent = constexprs["DEPENDENT"] = dependent and on_hopper
     if INTERPRETED:
-        refuse_interpreted_bf16(**dict(zip(kernel.arg_names, args, strict=False)))
+        # The interpreter keeps bf16 as raw 16-bit integers: a dot would multiply bit patterns.
+        for name, arg in zip(kernel.arg_names, args, strict=False):
+            if getattr(arg, "dtype", None) == torch.bfloat16:
+                remedy = (
+                    "Triton's interpreter computes bfloat16 wrongly; use float32 or float16, or "
+                    "backend='torch'"
+                )
+                raise ArgumentError(name.removesuffix("_ptr"), arg.dtype, remedy)
         kernel[grid](*args, **constexprs)
         return
     kinds = tuple(map(_kind, args, _unspecialized(kernel)))
@@ -178,12 +186,3 @@ def pointer(arg: Any) -> Any:
     interpreter the tensor itself, and whatever is no tensor as it is."""
     is_tensor = isinstance(arg, torch.Tensor)
     return arg.data_ptr() if is_tensor and not INTERPRETED else arg
-
-
-def with_index(device: torch.device) -> torch.device:
-    """The device as tensors name it: ``cuda:0``, not ``cuda``."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if device == torch.device("cuda")
-        else device
-    )

@@ -33,7 +33,7 @@ class _MissingKernel:
         )
 
 
-triton: Any  # a kernel's launch takes options that its signature does not show, so its type says nothing
+triton: Any  # launches take options that no signature shows
 if TYPE_CHECKING:
     import triton.language as tl
 

@@ -34,6 +34,20 @@ def test_b85_nothing_below_one_is_captured() -> None:
         runner_of(double, 4, [0, 1])
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"sizes": [0]}, "sizes"),
+        ({"sizes": [1.5]}, "sizes=1.5"),
+        ({"cap": 0}, "cap=0"),
+        ({"max_requests": 7.5}, "max_requests=7.5"),
+    ],
+)
+def test_p19_sizes_of_which_none_is_left_are_refused(change, name) -> None:
+    with pytest.raises(ArgumentError, match=name):
+        capture_batch_sizes(**{"max_requests": 4, **change})
+
+
 def test_b83_sizes_that_were_never_captured_run_eagerly() -> None:
     r = runner_of(double, 16, [1, 2, 4, 8])
     assert (r.bucket(9), r.bucket(12), r.bucket(3 * 4)) == (None, None, None)
