@@ -159,6 +159,7 @@ class GraphRunner:
         self.device = per_request[0].tensor.device
         self.stats = Counters()
         self.run_step = _eagerly(step)
+        self._cached: dict[tuple[str, int, int], dict[str, Tensor]] = {}
         self._served: dict[str, tuple[dict[str, Buffer], list[Stage]]] = {}
         self._range: Any = torch.cuda.nvtx.range if self.device.type == "cuda" else nullcontext
         self._begin()
@@ -348,12 +349,25 @@ class GraphRunner:
         for name, buffer in buffers.items():
             buffer.load(values.get(name), size)
         if self.prepare is not None:
-            self.prepare(
-                {name: buffer.view(size, on_host=True) for name, buffer in buffers.items()}, size
-            )
+            self.prepare(self._views(buffers, variant, size, on_host=True), size)
         for stage in stages:
             stage.send()
-        return {name: buffer.view(size) for name, buffer in buffers.items()}
+        return self._views(buffers, variant, size)
+
+    def _views(
+        self, buffers: Mapping[str, Buffer], variant: str, size: int, on_host: bool = False
+    ) -> dict[str, Tensor]:
+        """The buffers as a step of this size sees them; on the host their blocks take turns."""
+        side = 0
+        if on_host:
+            side = id(next(iter(buffers.values())).host)
+        key = (variant, size, side)
+        found = self._cached.get(key)
+        if found is None or size > self.rows:
+            found = {name: buffer.view(size, on_host) for name, buffer in buffers.items()}
+            if size <= self.rows:
+                self._cached[key] = found
+        return found
 
     def _serving(self, variant: str) -> tuple[dict[str, Buffer], list[Stage]]:
         """The buffers that a variant reads, and their stages; worked out once."""

@@ -169,10 +169,12 @@ def test_p10_draws_are_those_of_the_sorted_vocabulary_where_its_sums_are_exact(d
         for k, top_p, u in itertools.product((0, 1, 3, 6, 9), tops, np.arange(8) / 8 + 1 / 16)
     ]
     logits = torch.stack([halves[torch.randperm(6)] for _ in rows]).float().to(device)
-    exact = torch.softmax(logits, -1).double().log2().round().exp2()
-    assert float((exact - torch.softmax(logits, -1).double()).abs().max()) < 1e-7
+    p = torch.softmax(logits, -1).double()
+    powers_of_two = p.log2().round().exp2()
+    assert float((powers_of_two - p).abs().max()) < 1e-7
+    rounded = not torch.equal(p, powers_of_two)  # a GPU's exp may be a unit off: sums in fp64 then
     got = choose(logits, *knobs(*rows, device=device))
-    assert torch.equal(got, sorted_choose(logits, *knobs(*rows, device=device)))
+    assert torch.equal(got, sorted_choose(logits, *knobs(*rows, device=device), exact=rounded))
     even = torch.zeros(len(rows), 64, device=device)
     assert torch.equal(
         choose(even, *knobs(*rows, device=device)),
