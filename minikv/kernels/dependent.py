@@ -1,4 +1,4 @@
-"""Programmatic dependent launch (sm90 and newer), as a kernel says it: two lines that are nothing
+"""Programmatic dependent launch (sm90 and newer), as a kernel says it: two lines that do nothing
 where it was launched without.
 
 A kernel that :func:`minikv.kernels.launch.launch` starts as `dependent` may run while the kernel

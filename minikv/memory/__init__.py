@@ -1,4 +1,4 @@
-"""Floor 1: which slots exist, who holds them, and where a request's slots are written down.
+"""Floor 3: which slots exist, who holds them, and where a request's slots are written down.
 
 `PagedAllocator` hands out pages of slots, `RequestTable` keeps each request's slots in order, and
 `KVPool` or `MLAPool` hold what the slots stand for.

@@ -431,7 +431,7 @@ class PagedAllocator:
         pages = f"{self.num_pages} pages of {self.page_size}"
         text = f"PagedAllocator({pages} on {self.device}: {free} free"
         if self._on_cpu and free:
-            text += f", front first {first_of(self._free.pages().tolist())}"
+            text += f", front first {first_of(self._free.pages()[:9].tolist())}"
         return text + ")"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
