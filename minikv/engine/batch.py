@@ -40,6 +40,10 @@ class Batch:
         request, and all of one with drafts.
     decode
         Whether every request was running already and computes one token.
+    continues
+        How many steps ago `out_slots` were those of the batch: where it only continues the step
+        before, in the pages that its requests have, each slot is one more than in that step, and
+        the step that runs it notes the slots in the request table.
     knobs, mask
         What a graph that samples reads: float64 `[n * 5]` and int32 `[n * ceil(vocab / 32)]`, see
         :mod:`minikv.engine.sampling`; None where its variant does not read them.
@@ -58,6 +62,7 @@ class Batch:
     decode: bool = False
     knobs: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    continues: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +76,11 @@ class Batch:
 
 
 def make_batch(
-    spans: Sequence[Span], allocator: Any, table: Any, last: Batch | None = None
+    spans: Sequence[Span],
+    allocator: Any,
+    table: Any,
+    last: Batch | None = None,
+    moves_on: bool = False,
 ) -> Batch:
     """A step over the tokens of each span: their slots are taken and written to the table.
 
@@ -84,10 +93,17 @@ def make_batch(
     last
         A step that ran before. Where it ran the same requests, up to where these spans start, their
         rows and last slots are known from it.
+    moves_on
+        Whether a decode step of the same requests that opens no page may leave the slots to the
+        step that runs it (:attr:`Batch.continues`).
     """
     requests = [r for r, _, _ in spans]
     if last is not None and last.requests == requests:
         rows, prefix_lens, last_slots = last.rows, last.seq_lens, last.out_slots
+        if moves_on and last.decode and (prefix_lens.numpy() % allocator.page_size).all():
+            return continued(last, table)
+        if last.continues:
+            last_slots = last_slots + last.continues
     else:
         rows = torch.tensor([r.row for r in requests])
         prefix_lens = torch.tensor([start for _, start, _ in spans])
@@ -129,3 +145,19 @@ def make_batch(
         logits_at=torch.tensor(logits_at, dtype=torch.int64),
         decode=decode,
     )
+
+
+def continued(last: Batch, table: Any) -> Batch:
+    """The decode step of the same requests one token further, in the pages that they have."""
+    lens = last.seq_lens + 1
+    table.note(last.rows, lens)
+    new = {"positions": last.seq_lens, "prefix_lens": last.seq_lens, "seq_lens": lens}
+    newest = torch.full_like(last.rows, -1)
+    return Batch(**vars(last) | new | {"token_ids": newest, "continues": last.continues + 1})
+
+
+def settle(batch: Batch, table: Any) -> None:
+    """Give a batch that continues another its own slots, and note them in the request table."""
+    batch.out_slots = batch.out_slots + batch.continues
+    batch.continues = 0
+    table.write(batch.rows, batch.prefix_lens, batch.seq_lens, batch.out_slots)

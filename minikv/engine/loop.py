@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minikv.engine.batch import Batch
+from minikv.engine.batch import Batch, settle
 from minikv.engine.request import Request, State
 from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
@@ -120,7 +120,13 @@ class Loop:
             if variant not in self.runner.variants:
                 variant = "logits"
             self.sampler.fill(batch, variant)
-            out = self.runner(batch, variant)
+            out = None
+            if batch.continues:
+                out = self.runner.again(batch, variant)
+                if out is None:
+                    settle(batch, self.scheduler.table)
+            if out is None:
+                out = self.runner(batch, variant)
             if variant == "logits":
                 out = self.sampler.choose(out, batch.sampled, batch)
                 rows = [r.row for r in batch.sampled]

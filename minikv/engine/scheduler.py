@@ -78,6 +78,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.ended: list[Request] = []
         self.ratio = RATIO
+        self.moves_on = False  # whether what runs the steps can move their inputs on by itself
         self._emit = emit or (lambda event, **fields: None)
         self._arrivals = self._admissions = 0
         self._last: Batch | None = None  # the step before, if it was a decode
@@ -162,7 +163,7 @@ class Scheduler:
                 self._make_decode_room()
                 if self.running:
                     spans = self._next_tokens()
-                    return make_batch(spans, self.allocator, self.table, self._last)
+                    return make_batch(spans, self.allocator, self.table, self._last, self.moves_on)
             elif self.waiting or self.prefilling:  # no request runs that will give pages back
                 stuck = (*self.prefilling, *order(self.policy, self.waiting, self._probe))[0]
                 self.finish(stuck, "error", NO_ROOM)
@@ -185,7 +186,7 @@ class Scheduler:
         if not self.make_room(sum(self._new(r.length, r.length + 1) for r in going)):
             return None
         spans = [(r, r.length, r.length + 1) for r in going]
-        return make_batch(spans, self.allocator, self.table, batch)
+        return make_batch(spans, self.allocator, self.table, batch, self.moves_on)
 
     def process(
         self,

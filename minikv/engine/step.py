@@ -26,7 +26,7 @@ from torch import Tensor
 from minikv.attention.backend import AttentionBackend, Metadata, StepInputs
 from minikv.engine.batch import Batch
 from minikv.engine.sampling import DRAWS, KNOBS, MASKED, TOP, VARIANTS, sample
-from minikv.engine.tokens import first_max, newest
+from minikv.engine.tokens import first_max, move_on, newest
 from minikv.errors import StateError
 from minikv.graphs.buckets import PADDED, capture_batch_sizes
 from minikv.graphs.buffers import Buffer, Padding, rule, staged
@@ -108,11 +108,13 @@ def decode_buffers(
         "seq_lens": rule(Padding.FILL, 1),
         "kv_indptr": rule(Padding.KEEP, extra=1),
     }
+    knobs = {}
     if vocab_size is not None:
-        rules["knobs"] = rule(per_row=len(KNOBS), dtype=torch.float64, variants=DRAWS)
+        knobs = {"knobs": rule(per_row=len(KNOBS), dtype=torch.float64, variants=DRAWS)}
     made = staged(rows, device, rules)
     made["out_slots"] = Buffer(torch.zeros(rows, dtype=torch.int64, device=device))
     if vocab_size is not None:
+        made |= staged(rows, device, knobs)
         words = -(-vocab_size // 32)
         masks = Stage(rows * words, torch.device(device), torch.int32)
         made["mask"] = Buffer(masks.block, Padding.FILL, -1, words, stage=masks, variants=MASKED)
@@ -242,6 +244,12 @@ class RecordedStep(ModelStep):
             inputs["token_ids"], inputs["positions"], rows, None, self.kept(hidden, layers),
             variant, inputs.get("knobs"), inputs.get("mask"),
         )  # fmt: skip
+
+    def move_on(self, inputs: dict[str, Tensor], n: int) -> None:
+        """Turn the inputs of a step into those of the step after it; see
+        :func:`minikv.engine.tokens.move_on`. The attention plan lags behind and stays right: a
+        request's last part ends where the request ends now."""
+        move_on(inputs, n, self.attention.table.table)
 
 
 class CompiledStep(ModelStep):

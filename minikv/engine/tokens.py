@@ -3,11 +3,13 @@ maximum, its place and whether it is a number), and the newest tokens for a step
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from minikv.kernels.choice import use_triton
-from minikv.kernels.launch import launch
+from minikv.kernels.launch import compiled, launch, pointer
 from minikv.kernels.triton import tl, triton
 
 BLOCK = 8192  # logits that one program compares
@@ -140,6 +142,65 @@ def best_of_row_kernel(
     if column is not None:
         at = tl.load(rows + row)
         tl.store(column + at, tl.where(usable, first, 0).to(tl.int64))
+
+
+NAMES = ("token_ids", "positions", "rows", "seq_lens", "kv_indptr", "out_slots")
+
+
+def move_on(inputs: Mapping[str, Tensor], n: int, table: Tensor) -> None:
+    """Turn the inputs of a decode step into those of the step after it, where they lie.
+
+    Each of n requests has one token more, in the page that it has, and everything moves on by one::
+
+        token_ids[i] = -1 (the newest)    positions[i] + 1    seq_lens[i] + 1    out_slots[i] + 1
+        kv_indptr[j] + min(j, n)          table[rows[i], old length] = out_slots[i]
+
+    Rewriting these few numbers in one launch spares the host from staging and copying a batch.
+
+    Parameters
+    ----------
+    inputs
+        The buffers of ``decode_buffers`` as a step of some size sees them: int64 `[size]`,
+        ``kv_indptr`` `[size + 1]`. Rows from n on are padding and stay what they are.
+    n
+        Requests.
+    table
+        int32 `[requests + 1, max_context]`, the request table.
+    """
+    given, size = [inputs[name] for name in NAMES], inputs["rows"].shape[0]
+    if use_triton("auto", table.device):
+        args = (*given, table, n, size, table.stride(0))
+        kernel = compiled(move_on_kernel, table.device, lambda: args, BLOCK=256)
+        kernel((size // 256 + 1,), *map(pointer, args))
+        return
+    token_ids, positions, rows, seq_lens, kv_indptr, out_slots = given
+    kv_indptr += torch.arange(size + 1, device=table.device).clamp_max_(n)
+    token_ids[:n] = -1
+    positions[:n] = seq_lens[:n]
+    out_slots[:n] += 1
+    table[rows[:n], positions[:n]] = out_slots[:n].to(table.dtype)
+    seq_lens[:n] += 1
+
+
+# Nothing about an argument is compiled in: one binary serves all sizes.
+@triton.jit(do_not_specialize=[*range(10)], do_not_specialize_on_alignment=[*range(10)])
+def move_on_kernel(
+    token_ids, positions, rows, seq_lens, kv_indptr, out_slots, table, n, size, stride_row,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program p moves rows ``p * BLOCK ..`` on, and as many entries of kv_indptr."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live, pointing = i < n, i <= size
+    length = tl.load(seq_lens + i, mask=live, other=0)
+    slot = tl.load(out_slots + i, mask=live, other=0) + 1
+    line = table + tl.load(rows + i, mask=live, other=0) * stride_row
+    tl.store(line + length, slot.to(tl.int32), mask=live)
+    tl.store(out_slots + i, slot, mask=live)
+    tl.store(positions + i, length, mask=live)
+    tl.store(seq_lens + i, length + 1, mask=live)
+    tl.store(token_ids + i, tl.full([BLOCK], -1, tl.int64), mask=live)
+    begin = tl.load(kv_indptr + i, mask=pointing, other=0)
+    tl.store(kv_indptr + i, begin + tl.minimum(i, n), mask=pointing)
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -73,6 +73,7 @@ class CudaGraphRunner(GraphRunner):
     ) -> None:
         super().__init__(step, buffers, batch_sizes, **options)
         self.graphs: dict[tuple[str, int], tuple[Any, Any]] = {}  # what to replay, and its output
+        self.captured_now = self.graphs
         self.compile_up_to, self._compiled = compile_up_to, step
         if compile_up_to:
             from minikv.graphs.compiled import compiled
@@ -115,6 +116,7 @@ class CudaGraphRunner(GraphRunner):
     @torch.no_grad()
     def _record_all(self, variants: Sequence[str]) -> None:
         """Graphs of these variants in all sizes; if one fails, none of any variant are left."""
+        self._loaded = None, 0
         self._waiting.difference_update(variants)
         held = self._recorder.held()
         saved = {name: t.clone() for name, t in self.state.items()}

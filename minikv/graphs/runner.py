@@ -9,7 +9,7 @@ cut back afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from enum import IntEnum
 from typing import Any
@@ -159,6 +159,8 @@ class GraphRunner:
         self.device = per_request[0].tensor.device
         self.stats = Counters()
         self.run_step = _eagerly(step)
+        self._loaded: tuple[Any, int] = (None, 0)  # whose inputs lie in the buffers, in which size
+        self.captured_now: Container[tuple[str, int]] = ()  # graphs that can be replayed at once
         self._cached: dict[tuple[str, int, int], dict[str, Tensor]] = {}
         self._served: dict[str, tuple[dict[str, Buffer], list[Stage]]] = {}
         self._range: Any = torch.cuda.nvtx.range if self.device.type == "cuda" else nullcontext
@@ -245,12 +247,49 @@ class GraphRunner:
             return self._run(batch, variant, hidden, tuple(layers))
         with self._range("metadata"):
             inputs = self._load(values, size, variant)
+        self._loaded = getattr(batch, "rows", None), size
+        return self._replayed(variant, n, size, inputs, hidden, tuple(layers))
+
+    def _replayed(
+        self,
+        variant: str,
+        n: int,
+        size: int,
+        inputs: dict[str, Tensor],
+        hidden: Hidden = Hidden.NULL,
+        layers: tuple[int, ...] = (),
+    ) -> Any:
+        """Replay a graph on what its inputs hold: the output of its n real rows."""
         self.stats["replays"] += 1
         self.stats["padded_rows"] += size - n
         with self._range(f"{variant} × {size}"):
             out = self._replay(variant, size, inputs)
-        out = self._less(out, hidden, tuple(layers))
-        return self._cut(out, n, size)
+        return self._cut(self._less(out, hidden, layers), n, size)
+
+    def again(self, batch: Any, variant: str) -> Any:
+        """Run a batch that continues the one before: ``step.move_on`` turns the inputs of that one
+        into its own where they lie, and the host loads only what a way of sampling brings.
+
+        Returns
+        -------
+        Any
+            As a call; None where other inputs lie in the buffers, or nothing moves them on.
+        """
+        rows, size = self._loaded
+        move_on = getattr(self.step, "move_on", None)
+        if rows is not batch.rows or move_on is None or (variant, size) not in self.captured_now:
+            return None
+        buffers = {k: b for k, b in self._serving(variant)[0].items() if b.variants}
+        stages = _stages(buffers)
+        for stage in stages:
+            stage.turn()
+        for name, buffer in buffers.items():
+            buffer.load(getattr(batch, name), size)
+        for stage in stages:
+            stage.send()
+        inputs, n = self._views(self._serving(variant)[0], variant, size), rows.shape[0]
+        move_on(inputs, n)
+        return self._replayed(variant, n, size, inputs)
 
     def _is_ragged(self, batch: Any) -> bool:
         """Whether requests of an engine's batch have other numbers of new tokens than a graph's
@@ -265,6 +304,7 @@ class GraphRunner:
     def _run(self, batch: Any, variant: str, hidden: Hidden, layers: tuple[int, ...]) -> Any:
         """Run a batch without a graph: as it is, or on buffers of its own size, made for it where
         it is too large."""
+        self._loaded = None, 0
         if self.eager is not None:
             return self.eager(batch, variant, hidden, layers)
         values, n = self._values(batch, variant)

@@ -196,6 +196,13 @@ class RequestTable:
                     "seq_lens", b, f"row {r} holds columns 0 to {self.max_context}, not {a} to {b}"
                 )
 
+    def note(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Note that a step writes the columns before ``seq_lens[i]`` of row ``rows[i]`` itself.
+
+        Both are int64 `[n]` on the CPU; no row is named twice, and all are in use.
+        """
+        self._ends[rows.numpy()] = seq_lens.numpy()
+
     def is_held(self, row: int) -> bool:
         """Whether `row` was handed out and not freed since."""
         return 0 < row <= self.max_requests and bool(self._held[row])

@@ -20,6 +20,19 @@ def cases() -> list[Case]:
             {"BLOCK": 256},
             archs=(75, 90),
         ),
+        Case(
+            "move on",
+            f"{TOKENS}:move_on_kernel",
+            {
+                **dict.fromkeys(
+                    ("token_ids", "positions", "rows", "seq_lens", "kv_indptr", "out_slots"), "*i64"
+                ),
+                "table": "*i32",
+                **dict.fromkeys(("n", "size", "stride_row"), "i32"),
+            },
+            {"BLOCK": 256},
+            archs=(75, 90),
+        ),
         Case("best of a part", f"{TOKENS}:best_of_part_kernel", part, sizes, archs=(90,)),
         Case("best of a row", f"{TOKENS}:best_of_row_kernel", row, parts, archs=(90,), num_warps=1),
         *(

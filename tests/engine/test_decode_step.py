@@ -38,12 +38,11 @@ def test_greedy_tokens_are_first_maxima_and_broken_rows_are_marked() -> None:
     assert sample(logits, "logits") is logits
 
 
-def test_a_decode_step_sends_one_block_and_a_grammar_one_more() -> None:
+def test_a_greedy_step_sends_one_block_a_draw_and_a_grammar_one_more_each() -> None:
     made = decode_buffers(5, torch.device("cpu"), vocab_size=70)
-    assert (
-        len({id(b.stage) for b in made.values() if b.stage is not None and b.serves("sampled")})
-        == 1
-    )
+    for blocks, variant in enumerate(("greedy", "sampled", "grammar"), start=1):
+        serving = [b for b in made.values() if b.stage is not None and b.serves(variant)]
+        assert len({id(b.stage) for b in serving}) == blocks
     assert made.pop("mask").tensor.shape == (5 * 3,)
     for name, b in made.items():
         assert b.tensor.shape == ({"kv_indptr": 6, "knobs": 25}.get(name, 5),)
@@ -195,6 +194,8 @@ def test_p02_replay_equals_eager_for_every_size_shrinking_and_growing(dtype) -> 
     assert set(seen) == set(range(1, 10))
     assert runner.stats.eager > 0
     assert runner.stats.replays > 0
-    print(f"{dtype}: replay and eager are {max(apart):.4f} apart, eager is off by {max(errors):.4f}")
+    print(
+        f"{dtype}: replay and eager are {max(apart):.4f} apart, eager is off by {max(errors):.4f}"
+    )
     assert max(apart) <= (1e-4 if dtype == "float32" else 2 * max(errors))
     llm.cache.check(owned=())
