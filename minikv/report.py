@@ -52,11 +52,17 @@ class Report:
         return "\n".join(lines)
 
 
-def dot_program() -> str | None:
-    """Path of a Graphviz program: a system ``dot``, else the one that the wheel ``graphviz-pure``
-    brings, else None."""
+def dot_programs() -> list[str]:
+    """Paths of the Graphviz programs there are, best first: a system ``dot``, and the one that the
+    wheel ``graphviz-pure`` brings."""
     beside_python = shutil.which("graphviz-pure", path=os.fspath(Path(sys.executable).parent))
-    return shutil.which("dot") or shutil.which("graphviz-pure") or beside_python
+    found = [shutil.which("dot"), shutil.which("graphviz-pure") or beside_python]
+    return [path for path in found if path is not None]
+
+
+def dot_program() -> str | None:
+    """Path of the best Graphviz program, or None."""
+    return next(iter(dot_programs()), None)
 
 
 def _version(package: str) -> str | None:

@@ -1,24 +1,25 @@
 """The radix tree as a Graphviz graph, for those who want to lay it out, style it or export it
 themselves.
 
-A system ``dot`` is used when there is one, else the program that the wheel ``graphviz-pure``
-brings. Ids are plain (``n0``, ``n1`` …), since a colon in an id would mean a port; all text stands
+A system ``dot`` is used when there is one and it works, else the program that the wheel
+``graphviz-pure`` brings, else the drawing is its text. Ids are plain (``n0``, ``n1`` …), since a colon in an id would mean a port; all text stands
 in labels, escaped.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import subprocess
 from typing import Any
 
-from minikv.report import dot_program
+from minikv.report import dot_programs
 from minikv.viz import style
-from minikv.viz.canvas import next_id
+from minikv.viz.canvas import Canvas, next_id
 from minikv.viz.live import Texts
 from minikv.viz.style import Drawing, many
 from minikv.viz.tree_view import as_text, fold, gap_text, label, read, walk
 
-HINT = "no Graphviz program was found; to draw with it: pip install graphviz-pure"
+HINT = "no Graphviz program that works was found; to draw with it: pip install graphviz-pure"
+PATIENCE = 60  # seconds that a program may take
 
 
 def graph(
@@ -85,28 +86,34 @@ def draw(
     title: str = "Radix tree",
     **options: Any,
 ) -> Drawing:
-    """Draw the tree with Graphviz; without any such program the drawing is its text, with one
+    """Draw the tree with Graphviz; without a program that works the drawing is its text, with one
     hint."""
-    import graphviz.backend.dot_command
-
     roots = fold(
         read(cache, requests), options.get("max_nodes", 60), options.get("max_siblings", 12)
     )
     text = as_text(title, roots, Texts(decode), cache.page_size)
-    program = dot_program()
-    if program is None:
-        from minikv.viz.canvas import Canvas
-
+    programs = dot_programs()
+    source = graph(cache, decode=decode, requests=requests, **options).source if programs else ""
+    body = next(filter(None, (_laid_out(source, program) for program in programs)), None)
+    if body is None:
         canvas = Canvas(title, HINT, subtitle=HINT)
         for i, line in enumerate(text.splitlines()):
             canvas.text(canvas.margin, canvas.top + 14 + 18 * i, line, mono=True, size=11.5)
         return canvas.finish(f"{text}\n({HINT})", [])
-    graphviz.backend.dot_command.DOT_BINARY = Path(program)
-    body = graph(cache, decode=decode, requests=requests, **options).pipe(
-        format="svg", encoding="utf-8"
-    )
     desc = f"Prefix tree of {sum(r.subtree_nodes for r in roots)} nodes, laid out by Graphviz."
     return Drawing(_own(body, title, desc), text, title, desc, [])
+
+
+def _laid_out(source: str, program: str) -> str | None:
+    """The graph as SVG; None when the program does not start, fails, hangs or gives no SVG."""
+    try:
+        done = subprocess.run(
+            [program, "-Tsvg"], input=source.encode(), capture_output=True, timeout=PATIENCE
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    body = done.stdout.decode(errors="replace")
+    return body if done.returncode == 0 and "</svg>" in body else None
 
 
 def _own(body: str, title: str, desc: str) -> str:

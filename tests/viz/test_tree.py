@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from minikv import report
 from minikv.errors import ArgumentError
 from minikv.prefix import RadixCache
-from minikv.report import dot_program
 from minikv.viz import dot, example, tree, tree_frames, tree_view
 
 GOLDEN = """\
@@ -198,15 +200,21 @@ def test_frames_of_a_recording_show_each_event(look) -> None:
 # ---------------------------------------------------------------------------------------- Graphviz
 
 
+# What Graphviz says about this machine's fonts; the graph itself raises no warning.
+FONTS = re.compile(r"font|metrics|fallback|width of non-ASCII", re.IGNORECASE)
+WARNING = "Warning: no hard-coded metrics for 'monospace'.  Falling back to 'Times' metrics"
+
+
 def _plain(source: str) -> list[list[str]]:
-    program = dot_program()
-    if program is None:
-        pytest.skip("no Graphviz program")
+    works = [p for p in report.dot_programs() if dot._laid_out("digraph {}", p)]
+    if not works:
+        pytest.skip("no Graphviz program that works")
     out = subprocess.run(
-        [program, "-Tplain"], input=source, capture_output=True, text=True, encoding="utf-8"
+        [works[0], "-Tplain"], input=source, capture_output=True, text=True, encoding="utf-8"
     )
     assert out.returncode == 0, out.stderr
-    assert not out.stderr
+    about_the_graph = [line for line in out.stderr.splitlines() if not FONTS.search(line)]
+    assert not about_the_graph
     return [line.split() for line in out.stdout.splitlines()]
 
 
@@ -237,7 +245,7 @@ def test_b132_labels_are_literal(text: str) -> None:
 
 
 def test_without_dot_there_is_text_and_one_hint(monkeypatch) -> None:
-    monkeypatch.setattr(dot, "dot_program", lambda: None)
+    monkeypatch.setattr(dot, "dot_programs", list)
     cache = RadixCache(1)
     cache.insert([1])
     drawing = dot.draw(cache)
@@ -249,10 +257,64 @@ def test_the_wheels_graphviz_will_do(monkeypatch) -> None:
     pure = shutil.which("graphviz-pure", path=str(sys.prefix) + "/bin")
     if pure is None:
         pytest.skip("graphviz-pure is not installed")
-    monkeypatch.setattr(dot, "dot_program", lambda: pure)
+    monkeypatch.setattr(dot, "dot_programs", lambda: [pure])
     cache = RadixCache(1)
     cache.insert([1, 2])
     assert 'role="img"' in dot.draw(cache).svg
+
+
+BROKEN = {
+    "fails": "#!/bin/sh\necho 'no such library' >&2\nexit 1\n",
+    "fails after half a picture": "#!/bin/sh\necho '<svg'\nexit 139\n",
+    "says nothing": "#!/bin/sh\nexit 0\n",
+    "hangs": "#!/bin/sh\nexec sleep 600\n",
+    "is no program": "\x7fELF, but not for this machine",
+}
+
+
+def _first_on_the_path(monkeypatch, folder: Path, text: str) -> str:
+    program = folder / "dot"
+    program.write_text(text)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+    return str(program)
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=list(BROKEN))
+def test_n30_a_broken_dot_is_passed_over(text: str, monkeypatch, tmp_path) -> None:
+    broken = _first_on_the_path(monkeypatch, tmp_path, text)
+    monkeypatch.setattr(dot, "PATIENCE", 10 if "sleep" not in text else 0.5)
+    cache = RadixCache(1)
+    cache.insert([1, 2])
+    assert report.dot_program() == broken
+    [_, *others] = report.dot_programs()
+    if others:
+        assert "laid out by Graphviz" in dot.draw(cache).desc
+    monkeypatch.setattr(dot, "dot_programs", lambda: [broken])
+    drawing = dot.draw(cache)
+    assert str(drawing).count("pip install graphviz-pure") == 1
+    assert "2 tokens" in str(drawing)
+    assert "<svg" in drawing.svg
+
+
+def test_p01_a_warning_from_dot_is_no_fault(monkeypatch, tmp_path, capfd) -> None:
+    picture = "<svg viewBox='0 0 1 1'></svg>".replace("'", chr(92) + '"')
+    says = f'cat >/dev/null\necho "{WARNING}" >&2\necho "{picture}"\n'
+    _first_on_the_path(monkeypatch, tmp_path, "#!/bin/sh\n" + says)
+    cache = RadixCache(1)
+    cache.insert([1, 2])
+    drawing = dot.draw(cache)
+    assert 'viewBox="0 0 1 1"' in drawing.svg
+    assert "pip install" not in str(drawing)
+    assert capfd.readouterr() == ("", "")
+    assert FONTS.search(WARNING)
+
+
+@pytest.mark.parametrize(
+    "said", ["Warning: node lora, port a, unrecognized", "Error: bad label format {a|b}"]
+)
+def test_p01_warnings_about_the_graph_count(said: str) -> None:
+    assert not FONTS.search(said)
 
 
 def test_objects_without_slots_are_drawn(look) -> None:
