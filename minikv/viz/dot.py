@@ -2,8 +2,8 @@
 themselves.
 
 A system ``dot`` is used when there is one and it works, else the program that the wheel
-``graphviz-pure`` brings, else the drawing is its text. Ids are plain (``n0``, ``n1`` …), since a colon in an id would mean a port; all text stands
-in labels, escaped.
+``graphviz-pure`` brings, else the drawing is its text. Ids are plain (``n0``, ``n1`` …), since a
+colon in an id would mean a port; all text stands in labels, escaped.
 """
 
 from __future__ import annotations
