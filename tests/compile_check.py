@@ -5,7 +5,7 @@ The interpreter accepts programs that the GPU compiler refuses, so every kernel 
 each in the options that it is used with. This file is a script because Triton decides once per
 process whether it interprets or compiles::
 
-    python tests/compile_check.py [ROOM ...] [--arch 90] [--match TEXT]      # one JSON line per compiled kernel
+    python tests/compile_check.py [ROOM ...] [--arch 90] [--match TEXT]  # a JSON line per kernel
 
 and :func:`compile_cases` runs it from a test. A room adds its kernels in
 ``tests/compile_cases/<room>.py`` as ``def cases() -> list[Case]``. Shared memory comes from

@@ -169,7 +169,9 @@ class AttentionBackend:
         ArgumentError
             For another number of slots than of new tokens.
         """
-        new, out_slots, n = batch.new_lens, batch.out_slots, batch.rows.shape[0]
+        new = batch.new_lens
+        out_slots = batch.out_slots
+        n = batch.rows.shape[0]
         tokens = int(new.sum())
         if out_slots.shape != (tokens,):
             shape = tuple(out_slots.shape)

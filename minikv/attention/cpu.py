@@ -188,7 +188,9 @@ def _blocks(
 def _rectangle(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectangle:
     """One rectangle from blocks of as many queries and new keys."""
     device, window = kv_indices.device, opts.sliding_window
-    n, N, M = len(blocks), blocks[0].rows, blocks[0].new
+    n = len(blocks)
+    N = blocks[0].rows
+    M = blocks[0].new
     L = max(b.listed for b in blocks)
     rows = _places([b.row for b in blocks], [N] * n, N, device)
     new = _places([b.new_row for b in blocks], [M] * n, M, device) if M else None
@@ -303,7 +305,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """One rectangle: out [n * N, q_heads, d_v] in q's dtype and, if asked for, lse fp32 [n * N,
     q_heads]."""
-    (n, N), q_heads, d_v = part.shape, q.shape[1], v_cache.shape[2]
+    n, N = part.shape
+    q_heads = q.shape[1]
+    d_v = v_cache.shape[2]
     scores_needed = need_lse or opts.logit_cap > 0 or opts.sinks is not None or q.shape[2] != d_v
     exact = k_cache.dtype == q.dtype and opts.k_scale == opts.v_scale == 1.0
     scale, wide = opts.sm_scale, torch.float32

@@ -49,7 +49,9 @@ def launch_extend(
     """Run the Triton kernels of ``extend_attention`` into `out` and `lse`; `num_splits` and `tiles`
     replace what is chosen here. What is launched follows from shapes and numbers alone."""
     tokens, q_heads, d = q.shape
-    batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
+    batch = kv_indptr.shape[0] - 1
+    kv_heads = k_cache.shape[1]
+    d_v = v_cache.shape[2]
     if tokens == 0 or batch == 0:
         return
     tiles = tiles or extend_tiles(capability_of(q.device), d, d_v, q.dtype)
@@ -64,7 +66,9 @@ def launch_extend(
     if split and tokens > MOST_MERGED:
         remedy = f"its num_kv_splits is for at most {MOST_MERGED} rows of q; pass none"
         raise ArgumentError("plan", plan, remedy)
-    target, target_lse, sinks = out, lse, opts.sinks
+    target = out
+    target_lse = lse
+    sinks = opts.sinks
     if split:
         rows = tokens * num_splits, q_heads
         target = torch.empty((*rows, d_v), dtype=torch.float32, device=q.device)

@@ -157,7 +157,9 @@ def _check_tensors(arguments: dict[str, Any]) -> None:
             raise ArgumentError(name, _shown(tensor), misfit)
         if name == "kv_indptr":
             sizes["batch"] = sizes["batch + 1"] - 1
-    q, out, batch = arguments["q"], arguments.get("out"), sizes["batch"]
+    q = arguments["q"]
+    out = arguments.get("out")
+    batch = sizes["batch"]
     if sizes["kv_heads"] == 0 or sizes["q_heads"] % sizes["kv_heads"]:
         heads = f"{sizes['q_heads']} query heads cannot share {sizes['kv_heads']} KV heads evenly"
         raise ArgumentError("q", _shown(q), heads)

@@ -62,7 +62,9 @@ def build_kv_indices(
     device, columns = table.device, table.shape[1]
     row_numbers = host_integers("rows", rows, ndim=1)
     lengths = host_integers("lens", lens, ndim=1)
-    n, total, longest = len(row_numbers), int(lengths.sum()), int(lengths.max(initial=0))
+    n = len(row_numbers)
+    total = int(lengths.sum())
+    longest = int(lengths.max(initial=0))
     if len(lengths) != n or longest > columns or lengths.min(initial=0) < 0:
         remedy = f"must be one for each of {n} rows, between 0 and the table's {columns} columns"
         raise ArgumentError("lens", lengths.tolist(), remedy)

@@ -37,7 +37,9 @@ def launch_unified(
     """Run the Triton kernel of ``extend_attention_unified`` into `out` and `lse`. A plan
     has nothing to say here: nothing is split."""
     tokens, q_heads, d = q.shape
-    batch, kv_heads, d_v = kv_indptr.shape[0] - 1, k_cache.shape[1], v_cache.shape[2]
+    batch = kv_indptr.shape[0] - 1
+    kv_heads = k_cache.shape[1]
+    d_v = v_cache.shape[2]
     if tokens == 0 or batch == 0:
         return
     tiles = unified_tiles(capability_of(q.device), d, d_v, q.dtype)
@@ -140,7 +142,10 @@ def unified_kernel(
     k, v = k_cache + kv_head * stride_kh, v_cache + kv_head * stride_vh
 
     # A negative scale would make the maximum a minimum: then all tiles take the masked loop.
-    low, high, full_low, full_high = start, start + listed, start, start + listed
+    low = start
+    high = start + listed
+    full_low = start
+    full_high = start + listed
     if CAUSAL:
         high = tl.minimum(high, (tile + 1) * BLOCK_M)
         full_high = tile * BLOCK_M + 1

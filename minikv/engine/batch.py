@@ -124,7 +124,9 @@ def make_batch(
         )
     table.write(rows, prefix_lens, seq_lens, slots)
     decode = token_ids.size == len(spans) and all(r.state is State.RUNNING for r in requests)
-    sampled, logits_at, behind = requests, range(len(spans)), 0
+    sampled = requests
+    logits_at = range(len(spans))
+    behind = 0
     if not decode:
         sampled, logits_at = [], []
         for r, start, end in spans:

@@ -159,7 +159,8 @@ def search_kernel(
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the part, and in it the token, that the row's uniform number falls on."""
+    """One program per row: the part, and in it the token, that the row's uniform number falls
+    on."""
     row = tl.program_id(0).to(tl.int64)
     top, usable = row_best(best, row, parts, PARTS)
     i = tl.arange(0, PARTS)

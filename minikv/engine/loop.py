@@ -52,7 +52,9 @@ class Loop:
     def __init__(self, scheduler: Scheduler, runner: GraphRunner, overlaps: bool) -> None:
         self.scheduler, self.runner, self.overlaps = scheduler, runner, overlaps
         self.sampler, self.landing = Sampler(), Landing(scheduler.table.device)
-        self.turns, self.flight, self.steps = Turns(), None, 0
+        self.turns = Turns()
+        self.flight = None
+        self.steps = 0
         self._aborts: list[int] = []
 
     @contextmanager

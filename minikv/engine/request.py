@@ -222,7 +222,9 @@ class Request:
             ``"stop"``, ``"length"`` or ``"error"`` (`error` says which) when the output ended.
         """
         self.drop_drafts()
-        now, timing, reason = time.perf_counter(), self.timing, None
+        now = time.perf_counter()
+        timing = self.timing
+        reason = None
         for token in tokens:
             if token < 0:
                 self.cache = False  # K/V behind broken logits must not be shared

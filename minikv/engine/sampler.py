@@ -101,7 +101,8 @@ class Sampler:
         return Sampled(tokens, logprobs)
 
     def _mask(self, requests: Sequence[Request]) -> torch.Tensor | None:
-        """The packed masks of these requests, end to end; all ones for those that no grammar rules."""
+        """The packed masks of these requests, end to end; all ones for those that no grammar
+        rules."""
         ruled = [(i, r.grammar) for i, r in enumerate(requests) if r.grammar is not None]
         if not ruled:
             return None

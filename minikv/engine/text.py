@@ -49,7 +49,9 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), keep_stop: bool = False) -> None:
-        self._tokenizer, self._stop, self._keep_stop = tokenizer, tuple(stop), keep_stop
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._keep_stop = keep_stop
         self._longest = max(map(len, self._stop), default=0)
         self._specials: Mapping[int, str] = getattr(tokenizer, "specials", {})
         ids = {name: i for i, name in self._specials.items() if name in self._stop}

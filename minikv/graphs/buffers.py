@@ -1,6 +1,6 @@
 """The inputs of a captured step: memory whose address never changes, and what its unused rows hold.
 
-A graph of 8 rows that serves 5 requests computes 3 rows for nobody. What those read and write must
+A graph of 8 rows that serves 5 requests computes 3 rows in vain. What those read and write must
 be harmless, and must not be what a larger batch left there: every buffer names its rule
 (:class:`Padding`), and one loop applies it.
 """
@@ -22,10 +22,10 @@ from minikv.kernels.staging import Stage
 class Padding(Enum):
     """What a padded row of a buffer holds.
 
-    ``ZERO``: token 0, position 0, out slot 0 (page 0, which belongs to nobody). ``FILL``: a value
-    that says "nobody", such as a state slot of -1 or the shortest length. ``RESERVED``: the index
-    of a row kept for padding, such as table row 0 or the last row of a state that padding writes
-    to. ``KEEP``: not one row per request; what the batch does not bring stays as it is.
+    ``ZERO``: token 0, position 0, out slot 0 (page 0, which no request holds). ``FILL``: a value
+    that says "no request", such as a state slot of -1 or the shortest length. ``RESERVED``: the
+    index of a row kept for padding, such as table row 0 or the last row of a state that padding
+    writes to. ``KEEP``: not one row per request; what the batch does not bring stays as it is.
     """
 
     ZERO = "zero"
@@ -107,7 +107,8 @@ class Buffer:
         return not self.variants or variant in self.variants
 
     def view(self, rows: int, on_host: bool = False) -> Tensor:
-        """The part that a step of so many rows reads; all of a ``KEEP`` buffer that has no `extra`."""
+        """The part that a step of so many rows reads; all of a ``KEEP`` buffer that has no
+        `extra`."""
         whole = self.host if on_host else self.tensor
         if self.padding is Padding.KEEP and not self.extra:
             return whole

@@ -1,4 +1,5 @@
-"""The same interface over ``torch.compile``: one compiled function per batch size, on CPU and GPU."""
+"""The same interface over ``torch.compile``: one compiled function per batch size, on CPU and
+GPU."""
 
 from __future__ import annotations
 
@@ -53,9 +54,12 @@ class CompiledRunner(GraphRunner):
                 self._compiled = None
                 self.stats.update(replays=self.stats.replays - 1, eager=self.stats.eager + 1)
                 warnings.warn(
-                    f"compiling {variant} × {size} failed, so every step runs eagerly: {type(e).__name__}: "
-                    f"{str(e)[:500]}\nTry (1) installing a C++ compiler (g++ or clang) if none is found; (2) emptying "
-                    "torch's cache (TORCHINDUCTOR_CACHE_DIR); (3) graphs=False, which shows whether the step itself "
+                    f"compiling {variant} × {size} failed, so every step runs eagerly: "
+                    f"{type(e).__name__}: "
+                    f"{str(e)[:500]}\nTry (1) installing a C++ compiler (g++ or clang) if none is "
+                    "found; (2) emptying "
+                    "torch's cache (TORCHINDUCTOR_CACHE_DIR); (3) graphs=False, which shows "
+                    "whether the step itself "
                     "fails.",
                     RuntimeWarning,
                     stacklevel=4,

@@ -51,7 +51,9 @@ class CudaGraphRunner(GraphRunner):
     Examples
     --------
     >>> x = torch.zeros(4, 2)
-    >>> r = CudaGraphRunner(lambda inputs, variant: inputs["x"] * 2, {"x": x}, [1, 2, 4], progress=False)
+    >>> r = CudaGraphRunner(
+    ...     lambda inputs, variant: inputs["x"] * 2, {"x": x}, [1, 2, 4], progress=False
+    ... )
     >>> r({"x": torch.ones(3, 2)})
     tensor([[2., 2.],
             [2., 2.],
@@ -112,7 +114,7 @@ class CudaGraphRunner(GraphRunner):
         self._waiting = set(self.later)
         self._record_all([v for v in self.variants if v not in self.later])
 
-    @torch.inference_mode(False)  # tensors of a graph made amid a step outlive it
+    @torch.inference_mode(False)  # tensors of a graph made within a step outlive it
     @torch.no_grad()
     def _record_all(self, variants: Sequence[str]) -> None:
         """Graphs of these variants in all sizes; if one fails, none of any variant are left."""
@@ -145,8 +147,10 @@ class CudaGraphRunner(GraphRunner):
             self._drop()
             warnings.warn(
                 f"capturing {variant} × {size} failed, so every step runs eagerly: {failure}\n"
-                f"Try (1) fewer or smaller batch sizes: capture_batch_sizes(..., cap={max(1, size // 2)}); (2) a "
-                "smaller KV pool (kv_tokens= or kv_memory=), which leaves graphs more memory; (3) graphs=False, which "
+                "Try (1) fewer or smaller batch sizes: capture_batch_sizes(..., "
+                f"cap={max(1, size // 2)}); (2) a "
+                "smaller KV pool (kv_tokens= or kv_memory=), which leaves graphs more memory; (3) "
+                "graphs=False, which "
                 "shows whether the step itself fails.",
                 RuntimeWarning,
                 stacklevel=4,
@@ -208,7 +212,8 @@ class CudaGraphRunner(GraphRunner):
         for name, t in self._watched():
             if self._addresses.get(name) != t.data_ptr():
                 raise StateError(
-                    f"{name!r} is not where it was at capture: the graph still reads the old memory. "
+                    f"{name!r} is not where it was at capture: the graph still reads the old "
+                    "memory. "
                     "Write into the tensor (copy_) instead of replacing it, or make a new runner"
                 )
 

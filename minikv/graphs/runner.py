@@ -131,7 +131,9 @@ class GraphRunner:
         )
         self.variants, self.sizes = tuple(variants), sorted({int(size) for size in batch_sizes})
         self.later = tuple(v for v in self.variants if v in later)
-        self.state, self.watch, self.hidden = dict(state or {}), watch, hidden
+        self.state = dict(state or {})
+        self.watch = watch
+        self.hidden = hidden
         self.layers: tuple[int, ...] = ()  # whose hidden states the graphs return; () is the last
         self.eager, self.outputs, self.owned = eager, outputs, owned
         self.debug, self.progress = debug, progress
@@ -326,7 +328,8 @@ class GraphRunner:
         return out, states
 
     def views(self, size: int, variant: str | None = None) -> dict[str, Tensor]:
-        """The static buffers as a step of this size sees them: all, or those that a variant reads."""
+        """The static buffers as a step of this size sees them: all, or those that a variant
+        reads."""
         buffers = self.buffers if variant is None else self._serving(variant)[0]
         return {name: buffer.view(size) for name, buffer in buffers.items()}
 

@@ -35,7 +35,8 @@ class Tape(TorchDispatchMode):
         )
         if by_value and (func is not torch.ops.aten.index.Tensor or _has_mask(args[1])):
             raise StateError(
-                f"{func}: reads a tensor's values on the host, which a recorded step cannot do again"
+                f"{func}: reads a tensor's values on the host, which a recorded step cannot do "
+                "again"
             )
         out = func(*args, **(kwargs or {}))
         self.operations.append((func, args, kwargs or {}, tree_leaves(out)))

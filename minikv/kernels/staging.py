@@ -12,8 +12,8 @@ import torch
 
 
 class Stage:
-    """Vectors that the host fills each step, in one block: one copy to the device, which nobody
-    waits for.
+    """Vectors that the host fills each step, in one block: one copy to the device, and no
+    wait for it.
 
     On CUDA there are two pinned blocks, used in turn, so that the copy of the step before may still
     be under way. On the CPU the block itself is filled.

@@ -24,7 +24,9 @@ class _MissingKernel:
     """Takes the place of a compiled kernel where Triton is not installed."""
 
     def __init__(self, fn: Any) -> None:
-        self.fn, self.__name__, self.__doc__ = fn, fn.__name__, fn.__doc__
+        self.fn = fn
+        self.__name__ = fn.__name__
+        self.__doc__ = fn.__doc__
 
     def __getitem__(self, grid: Any) -> Any:
         raise StateError(

@@ -123,7 +123,9 @@ def extend_kernel(
     """Program (i, j) writes the slots of request i's token blocks j, j + J, j + 2J, … of BLOCK
     tokens each."""
     request = tl.program_id(0)
-    start, length, pages_before = 0, total, 0
+    start = 0
+    length = total
+    pages_before = 0
     if n > 1:  # one read of this row and the next; it goes to host memory
         four = tl.arange(0, 4)
         rows = tl.load(before_ptr + 2 * request + four).to(tl.int32)

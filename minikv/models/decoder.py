@@ -57,29 +57,29 @@ class Decoder(nn.Module):
     ) -> Any:
         """Run all layers on T tokens.
 
-            Parameters
-            ----------
-            token_ids, positions
-                int64 [T], requests laid end to end.
-            attention, metadata
-                A backend over the model's pool, and what its ``prepare`` gave for these tokens.
-            logits_at
-                int64 [R], the rows whose logits are wanted, such as the last token of each request;
-                None means all T.
-            keep
-                Numbers of layers whose outputs are wanted, too (draft heads read them), counted from 0;
-                the last layer's is what the final norm reads.
+        Parameters
+        ----------
+        token_ids, positions
+            int64 [T], requests laid end to end.
+        attention, metadata
+            A backend over the model's pool, and what its ``prepare`` gave for these tokens.
+        logits_at
+            int64 [R], the rows whose logits are wanted, such as the last token of each request;
+            None means all T.
+        keep
+            Numbers of layers whose outputs are wanted, too (draft heads read them), counted from 0;
+            the last layer's is what the final norm reads.
 
-            Returns
-            -------
-            Tensor
-                Logits [R or T, vocab] in the weights' dtype. With `keep` a pair: the logits, and the
-                hidden states of all tokens, [T, len(keep), hidden] in the order of `keep`.
+        Returns
+        -------
+        Tensor
+            Logits [R or T, vocab] in the weights' dtype. With `keep` a pair: the logits, and the
+            hidden states of all tokens, [T, len(keep), hidden] in the order of `keep`.
 
-            Raises
-            ------
-            ArgumentError
-        X
+        Raises
+        ------
+        ArgumentError
+            For a layer in `keep` that the model does not have.
         """
         hidden, states = self.hidden_states(token_ids, positions, attention, metadata, keep)
         if logits_at is not None:

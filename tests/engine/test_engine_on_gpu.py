@@ -53,7 +53,8 @@ def test_smollm2_says_what_the_cpu_says(smollm2, graphs) -> None:
             )
             best, second = sorted(a.logprobs[step].top.values(), reverse=True)[:2]
             print(
-                f"{text!r}: first difference at token {step}, gap of the two best {best - second:.2e}"
+                f"{text!r}: first difference at token {step}, gap of the two best "
+                f"{best - second:.2e}"
             )
             assert best - second < 1e-3
     llm.cache.check(owned=())

@@ -78,9 +78,11 @@ def test_load_of_conversations_loses_nothing(alone):
     grown = (rss["now"] - rss["quarter"]) / 2**20
     assert grown < 50
     print(
-        f"{stats.requests}, pool {llm.allocator.size} of {client.tokens} tokens, {stats.retractions} retractions,"
+        f"{stats.requests}, pool {llm.allocator.size} of {client.tokens} tokens, "
+        f"{stats.retractions} retractions,"
     )
     print(
-        f"{stats.evicted_tokens} evicted, {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached,"
+        f"{stats.evicted_tokens} evicted, {stats.cached_tokens} of {stats.prompt_tokens} prompt "
+        "tokens cached,"
     )
     print(f"{client.ties} rounding ties, {grown:.1f} MiB more after the first quarter")

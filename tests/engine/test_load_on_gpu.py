@@ -57,13 +57,16 @@ def serve(device: str, seconds: float, rows: int, pool: int) -> Steady:
     assert stats.requests["error"] == 0
     assert sum(stats.requests.values()) == client.sent
     print(
-        f"{client.sent} requests in {perf_counter() - client.started:.0f} s on {device}: {stats.requests},"
+        f"{client.sent} requests in {perf_counter() - client.started:.0f} s on {device}: "
+        f"{stats.requests},"
     )
     print(
-        f"{client.tokens} tokens through a pool of {llm.allocator.size}, {stats.retractions} retractions,"
+        f"{client.tokens} tokens through a pool of {llm.allocator.size}, {stats.retractions} "
+        "retractions,"
     )
     print(
-        f"{stats.evicted_tokens} evicted, {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached,"
+        f"{stats.evicted_tokens} evicted, {stats.cached_tokens} of {stats.prompt_tokens} prompt "
+        "tokens cached,"
     )
     print(f"{client.ties} rounding ties, {stats.graphs}")
     assert min(stats.evicted_tokens, stats.requests["abort"], client.malformed) > 0

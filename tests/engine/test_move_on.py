@@ -45,8 +45,9 @@ def inputs_of(rows: list[int], lens: list[int], size: int, most: int, device: st
 
 
 @pytest.mark.parametrize(
-    ("n", "size", "most"), [(1, 1, 1), (1, 1, 9), (3, 4, 9), (4, 4, 4), (255, 256, 300), (300, 300, 301)]
-)  # fmt: skip
+    ("n", "size", "most"),
+    [(1, 1, 1), (1, 1, 9), (3, 4, 9), (4, 4, 4), (255, 256, 300), (300, 300, 301)],
+)
 def test_everything_moves_by_one_and_nothing_else_does(n, size, most, where) -> None:
     draw = random.Random(n)
     rows = draw.sample(range(1, 400), n)

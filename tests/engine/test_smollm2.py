@@ -170,7 +170,8 @@ def test_fp8_cache_prefers_the_same_tokens_on_the_fp32_text(build):
         assert [out.token_ids for out in again] == [out.token_ids for out in outs]
         assert forced.positions == 20 * 24
         print(
-            f"{kv_dtype}: the same first choice at {forced.agree / forced.positions:.1%} of {forced.positions}"
+            f"{kv_dtype}: the same first choice at {forced.agree / forced.positions:.1%} of "
+            f"{forced.positions}"
         )
         assert forced.agree >= share * forced.positions
         idle(llm)

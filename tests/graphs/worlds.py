@@ -42,9 +42,18 @@ class PagedLayer:
     through the tape)."""
 
     def __init__(
-        self, sizes: list[int], page_size: int = 4, size: int = 64, window: int = -1, device: str = "cpu",
-        backend: str = "triton", max_requests: int = 8, context: int = 32, padding_kv: float = 0.0, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        sizes: list[int],
+        page_size: int = 4,
+        size: int = 64,
+        window: int = -1,
+        device: str = "cpu",
+        backend: str = "triton",
+        max_requests: int = 8,
+        context: int = 32,
+        padding_kv: float = 0.0,
+        **options: Any,
+    ) -> None:
         self.pool = KVPool(size, page_size, 1, HEADS, D, torch.float32, device)
         self.allocator = PagedAllocator(size, page_size, device)
         self.table = RequestTable(max_requests, context, device)
@@ -145,7 +154,16 @@ def give_graphs(llm: LLM, sizes: list[int], device: str = "cpu", **options: Any)
     )
     rows = llm.scheduler.max_requests
     llm.loop.runner = CudaGraphRunner(
-        step, decode_buffers(rows, torch.device(device), llm.config.vocab_size), sizes, variants=VARIANTS,
-        later=VARIANTS[2:], prepare=step.prepare, eager=step.run, watch=step.watched, debug=True, progress=False, **options,
-    )  # fmt: skip
+        step,
+        decode_buffers(rows, torch.device(device), llm.config.vocab_size),
+        sizes,
+        variants=VARIANTS,
+        later=VARIANTS[2:],
+        prepare=step.prepare,
+        eager=step.run,
+        watch=step.watched,
+        debug=True,
+        progress=False,
+        **options,
+    )
     return llm.runner

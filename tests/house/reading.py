@@ -171,7 +171,9 @@ def crowded_assignments(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
             continue
-        if len(node.value.elts) > 2 and len({_making(value) for value in node.value.elts}) > 1:
+        names, values = node.targets[0], node.value.elts
+        crowded = isinstance(names, ast.Tuple) and len(values) > 2
+        if crowded and len({_making(value) for value in values}) > 1:
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
 

@@ -3,18 +3,26 @@ other."""
 
 from __future__ import annotations
 
-import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from pathlib import Path
 
 import pytest
+from reading import PACKAGE, crowded_assignments, floor_files, forbidden_words, weight
 
 ROOT = Path(__file__).resolve().parents[2]
+WEIGHT = 6550
+"""What floors 0 to 7 may weigh together."""
+WEIGHT_TODAY = 7900
+"""What they weigh; it only falls."""
+PEOPLE = "nobody|whoever|somebody|amid"
+"""Comments are sentences about tokens, callers, rows: not about people."""
+STILL_THERE: dict[str, int] = {}
+"""How many of those words a file still has; the numbers only fall."""
+CROWDED: dict[str, int] = {}
+"""How many tuple assignments of unlike values a file still has; the numbers only fall."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -42,37 +50,55 @@ def test_a_file_is_read_in_one_sitting(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
 
 
-def _code_lines(path: Path) -> int:
-    """Lines that hold code: without blank lines, comments and docstrings."""
-    source, lines = path.read_text(), set()
-    nothing = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in nothing:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return len(lines)
+def test_the_floors_weigh_no_more_than_today() -> None:
+    assert sum(weight(path.read_text()) for path in floor_files()) <= WEIGHT_TODAY
 
 
-def test_floors_stay_small() -> None:
-    beside = {"viz", "measure", "lessons"}
-    folders = [p for p in (ROOT / "minikv").iterdir() if p.is_dir() and p.name not in beside]
-    files = [
-        ROOT / "minikv" / "device.py",
-        *(f for folder in folders for f in folder.rglob("*.py")),
-    ]
-    assert sum(_code_lines(path) for path in files) <= 7800  # the aim is 6,000
+@pytest.mark.xfail(strict=True, reason="the aim of the house is not reached yet")
+def test_the_floors_weigh_what_the_plan_allows() -> None:
+    assert sum(weight(path.read_text()) for path in floor_files()) <= WEIGHT
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = 1\ny = 2", 2),
+        ('"""A module."""\n\n\ndef f():\n    """A function."""\n    return 1', 2),
+        ('class A:\n    """A class."""\n    x = 1', 2),
+        ("'text'\n'more text'", 1),
+        ("x = 1 if y else 2", 3),
+        ("a, b, c = 1, 2, 3", 3),
+        ("a, b = f()", 1),
+        ("x = 1; y = 2", 2),
+        ("if x: y = 1", 2),
+    ],
+)
+def test_weight_counts_statements_whatever_their_lines(source: str, expected: int) -> None:
+    assert weight(source) == expected
+
+
+@pytest.mark.parametrize("path", floor_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_comments_speak_of_things(path: Path) -> None:
+    found = forbidden_words(path.read_text(), PEOPLE)
+    assert len(found) <= STILL_THERE.get(path.relative_to(PACKAGE).as_posix(), 0), found
+
+
+def test_people_are_found_in_comments_and_docstrings() -> None:
+    assert forbidden_words("# whoever asks\nnobody = 'amid'", PEOPLE) == ["line 1: whoever"]
+    assert forbidden_words('def f():\n    """Nobody\'s page."""', PEOPLE) == ["line 2: Nobody"]
+    assert forbidden_words('X = 1\n"""Amid a step."""', PEOPLE) == ["line 2: Amid"]
+
+
+@pytest.mark.parametrize("path", floor_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_tuple_assignments_are_of_one_kind(path: Path) -> None:
+    found = crowded_assignments(path.read_text())
+    assert len(found) <= CROWDED.get(path.relative_to(PACKAGE).as_posix(), 0), found
+
+
+def test_crowded_assignments_are_found() -> None:
+    assert crowded_assignments("a, b, c = f(x), f(y), f(z)\nd, e = 1, x") == []
+    assert crowded_assignments("a, b, c = s.x, s.y, s.z\nt = 1, x, y[0]") == []
+    assert crowded_assignments("a, b, c = 1, x, y[0]") == ["line 1: a, b, c = (1, x, y[0])"]
 
 
 def _names(specs: list[str]) -> set[str]:

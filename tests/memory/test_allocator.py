@@ -43,7 +43,8 @@ def decode(a: PagedAllocator, seq, last) -> list[int] | None:
 
 
 def shuffled(a: PagedAllocator, plain: PlainAllocator) -> None:
-    """Take everything and give it back in three portions, so that the free list is not ascending."""
+    """Take everything and give it back in three portions, so that the free list is not
+    ascending."""
     slots = a.alloc(a.size).tolist()
     plain.free_pages = []
     pages = list(range(1, a.num_pages + 1))
@@ -572,7 +573,7 @@ def count_launches(monkeypatch, forbid: bool = False) -> list[str]:
     return launched
 
 
-# ---- faults of other systems ---------------------------------------------------------------------------------------
+# ---- faults of other systems ---------------------------------------------------------------------
 
 
 def test_b01_out_of_pages_launches_nothing(make, monkeypatch) -> None:

@@ -82,8 +82,11 @@ for page in (1, 16):
     extend, decode = set(), set()
     for (a, b), off in itertools.product(itertools.product(numbers, repeat=2), (0, 1, 2)):
         o, f, s, l, m, w = i64[off:], i64[off:], u8[off:], i64[off:], i64[off:], i32[off:]
-        extend.add(key(kernels.extend_kernel, o, f, s, l, m, w, a, b, a, b, a, 2 - off % 2, PAGE=page, BLOCK=512))
-        decode.add(key(kernels.decode_kernel, o, f, s, l, w, a, b, a, b, a, 2 - off % 2, PAGE=page, BLOCK=256))
+        sizes = a, b, a, b, a, 2 - off % 2
+        options = {"PAGE": page, "BLOCK": 512}
+        extend.add(key(kernels.extend_kernel, o, f, s, l, m, w, *sizes, **options))
+        options = {"PAGE": page, "BLOCK": 256}
+        decode.add(key(kernels.decode_kernel, o, f, s, l, w, *sizes, **options))
     print(page, len(extend), len(decode))
 """
 

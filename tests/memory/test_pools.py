@@ -389,6 +389,6 @@ def test_p08_layers_that_a_pool_does_not_have_are_named(layer) -> None:
         MLAPool(8, 4, 2, 4, 2, torch.float32, "cpu"),
     ):
         for read in (pool.k, pool.v):
-            with pytest.raises(ArgumentError, match="layer=.*must be 0 to 1"):
+            with pytest.raises(ArgumentError, match=r"layer=.*must be 0 to 1"):
                 read(layer)
         assert pool.k(np.int64(1)).shape[0] == 12

@@ -324,7 +324,7 @@ def test_the_end_of_a_row_is_not_lowered_by_a_later_lower_write() -> None:
 @pytest.mark.parametrize("row", [9, -1, "1", 1.5])
 def test_p08_rows_that_the_table_does_not_have_are_named(row) -> None:
     table = RequestTable(2, 8)
-    with pytest.raises(ArgumentError, match="row=.*must be 0 to 2"):
+    with pytest.raises(ArgumentError, match=r"row=.*must be 0 to 2"):
         table.end(row)
 
 

@@ -19,6 +19,7 @@ from minikv.viz import (
     example,
     memory_over_time,
     pages,
+    pool_view,
     requests,
     roofline,
     tiles,
@@ -109,7 +110,8 @@ def test_a_pool_of_a_million_pages_makes_few_objects(monkeypatch) -> None:
     allocator = PagedAllocator(1 << 24, 16, device="cpu")
     slots = allocator.alloc(16 * 300_000)
     made = []
-    monkeypatch.setattr(pages, "Page", lambda *a, make=pages.Page: made.append(1) or make(*a))
+    make = pool_view.Page
+    monkeypatch.setattr(pool_view, "Page", lambda *a: made.append(1) or make(*a))
     drawing = pages.draw(
         allocator, requests={"A": slots[: 16 * 2000], "B": slots[16 * 1000 : 16 * 1500]}
     )

@@ -34,7 +34,9 @@ def add_norm(
         Both [rows, k].
     """
     rows, k = x.shape
-    normed, total, parts = torch.empty_like(x), x, 1
+    normed = torch.empty_like(x)
+    total = x
+    parts = 1
     if delta is not None:
         total = torch.empty_like(x)
         parts = delta.shape[0] if delta.dim() == 3 else 1
