@@ -18,12 +18,19 @@ if TYPE_CHECKING:
 
 
 def check(cache: RadixCache, owned: Iterable[Any] = ()) -> None:
-    """Raise a `StateError` that lists what is wrong; see :meth:`.RadixCache.check`.
+    """Raise a `StateError` that names what breaks an invariant, by node and slot.
 
     Checked are each node (key and slots of equal, whole length; filed in its parent under its own
     first page; of its parent's namespace; locked no more than its parent), the two sizes, the
     eviction queue, and all slots: none twice, and with an allocator whole pages, none both cached
     and free, and tree + free + owned = all pages.
+
+    Parameters
+    ----------
+    owned
+        Slots that running requests hold themselves (not the tree's): a tensor, or slots, or tensors
+        of slots. That all pages add up is checked when it is given, or when no node is locked and
+        no row is taken.
     """
     nodes = list(cache.nodes())
     edges = [(parent, *edge) for parent in (cache.root, *nodes) for edge in parent.children.items()]

@@ -14,66 +14,26 @@ import numpy as np
 import torch
 
 from minikv.errors import ArgumentError, StateError
-from minikv.prefix.node import Node, Slots, as_tokens, join
+from minikv.prefix.node import Slots, as_tokens, join
 
 if TYPE_CHECKING:
     from minikv.prefix.tree import RadixCache
 
 
-def unfinished(cache: RadixCache, request: Any) -> None:
-    """What :meth:`.RadixCache.cache_unfinished` does after a chunk."""
-    refuse(cache, request)
-    path = hand_over(cache, request)
-    if path:
-        before, request.node = request.node, path[-1]
-        cache.lock(path[-1])  # first: the tokens on the way are never evictable in between
-        if before is not None:
-            cache.unlock(before)
+def cache_unfinished(cache: RadixCache, request: Any) -> None:
+    """After a chunk: the tree takes the request's whole pages, and the request goes on with the
+    tree's.
 
+    The request's own copies of what others had cached meanwhile are freed, and its row points at
+    the tree's slots. Its new node is locked, `protected_len` becomes the aligned length; the tail
+    of less than a page stays its own. Calling it twice changes nothing.
 
-def finished(cache: RadixCache, request: Any) -> None:
-    """What :meth:`.RadixCache.cache_finished` does at the end."""
-    refuse(cache, request)
-    hand_over(cache, request)
-    table = cache.table
-    if table is not None and request.row:
-        end = table.end(request.row, request.computed)
-        give_back(cache, table.table[request.row, request.protected_len : end])
-        table.free([request.row])
-    if request.node is not None:
-        cache.unlock(request.node)
-    request.row, request.node, request.protected_len = 0, None, 0
-
-
-def hand_over(cache: RadixCache, request: Any) -> list[Node]:
-    """Insert what is new of a request's whole pages; returns the path to their node, empty when
-    nothing is new.
-
-    Where the tree had a page already, the request's copy is freed and its row reads the tree's.
+    Raises
+    ------
+    ArgumentError, StateError
+        For a request that cannot be stored or ended, before anything is changed.
     """
-    known = request.protected_len
-    whole = request.computed // cache.page_size * cache.page_size
-    ended = cache.table is not None and not request.row
-    if whole <= known or ended or cache.disable or not getattr(request, "cache", True):
-        return []
-    tokens = as_tokens(request.token_ids[:whole])
-    if tokens.size < whole:
-        raise ArgumentError(
-            "computed", request.computed, f"is more than the request's {tokens.size} tokens"
-        )
-    row = None if cache.table is None else cache.table.table[request.row]
-    priority = getattr(request, "priority", 0)
-    path, present = cache.add(tokens, row, request.namespace, priority, known)
-    if row is not None and present > known:
-        give_back(cache, row[known:present])
-        row[known:present] = join([node.stored for node in path[1:]])[known:present]
-    request.protected_len = whole
-    return path
-
-
-def refuse(cache: RadixCache, request: Any) -> None:
-    """Raise for a request that cannot be stored or ended, before anything is changed."""
-    table, node = cache.table, request.node
+    table, node, known = cache.table, request.node, request.protected_len
     for name in ("computed", "protected_len"):
         value = getattr(request, name)
         if value < 0 or (table is not None and value > table.max_context):
@@ -90,6 +50,44 @@ def refuse(cache: RadixCache, request: Any) -> None:
                 f"{node} is not locked or was evicted: while a request runs, keep its node locked"
             )
         cache.way_up(node)
+    whole = request.computed // cache.page_size * cache.page_size
+    ended = table is not None and not request.row
+    if whole <= known or ended or cache.disable or not getattr(request, "cache", True):
+        return
+    tokens = as_tokens(request.token_ids[:whole])
+    if tokens.size < whole:
+        raise ArgumentError(
+            "computed", request.computed, f"is more than the request's {tokens.size} tokens"
+        )
+    row = None if table is None else table.table[request.row]
+    priority = getattr(request, "priority", 0)
+    path, present = cache.add(tokens, row, request.namespace, priority, known)
+    if row is not None and present > known:
+        give_back(cache, row[known:present])
+        row[known:present] = join([node.stored for node in path[1:]])[known:present]
+    request.node, request.protected_len = path[-1], whole
+    cache.lock(path[-1])  # first: the tokens on the way are never evictable in between
+    if node is not None:
+        cache.unlock(node)
+
+
+def cache_finished(cache: RadixCache, request: Any) -> None:
+    """The same with all `computed` tokens; then the tail, anything reserved past it and the row are
+    freed.
+
+    Slots that the row holds beyond `computed` are reserved ones. The request's node is unlocked,
+    and it holds nothing any more: `row` and `protected_len` are 0, `node` is None. Retraction and
+    abort are this call too.
+    """
+    cache_unfinished(cache, request)
+    table = cache.table
+    if table is not None and request.row:
+        end = table.end(request.row, request.computed)
+        give_back(cache, table.table[request.row, request.protected_len : end])
+        table.free([request.row])
+    if request.node is not None:
+        cache.unlock(request.node)
+    request.row, request.node, request.protected_len = 0, None, 0
 
 
 def given(slots: Any, count: int) -> np.ndarray | torch.Tensor:

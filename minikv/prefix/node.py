@@ -82,7 +82,7 @@ class Node:
 
     @property
     def slots(self) -> torch.Tensor:
-        return as_tensor(self.stored)
+        return join([self.stored])
 
     def agrees(self, tokens: memoryview, at: int) -> int:
         """How many of the node's tokens the prompt `tokens` (int64) repeats from position `at`."""
@@ -132,19 +132,13 @@ class Node:
         self.children = self.children or NO_CHILDREN
         child.parent = None
 
-    def upwards(self) -> list[Node]:
-        """This node, its parent, and so on to the root."""
-        nodes = []
-        at: Node | None = self
-        while at is not None:
-            nodes.append(at)
-            at = at.parent
-        return nodes
-
     def __lt__(self, other: Node) -> bool:
         """The deeper node first; asked only of halves of one node, which are equal in rank and
         birth."""
-        return other is not self and other in self.upwards()
+        above = self.parent
+        while above is not None and above is not other:
+            above = above.parent
+        return above is other
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.key[:6])) + (", ..." if self.length > 6 else "")
@@ -168,15 +162,15 @@ class Match:
         Tokens matched, whole pages.
     """
 
-    parts: Sequence[Slots]
+    parts: Sequence[Slots] | Slots
     node: Node
     length: int
 
     @property
     def slots(self) -> torch.Tensor:
-        if len(self.parts) > 1:
-            self.parts = [join(self.parts)]
-        return as_tensor(self.parts[0])
+        if not isinstance(self.parts, torch.Tensor):
+            self.parts = join(self.parts)
+        return self.parts
 
 
 @dataclass
@@ -200,18 +194,15 @@ class CacheStats:
         return self.hit_tokens / max(1, self.hit_tokens + self.miss_tokens)
 
 
-def as_tensor(slots: Slots) -> torch.Tensor:
-    """The same memory as an int64 tensor."""
+def join(parts: Sequence[Any]) -> torch.Tensor:
+    """Slots of nodes laid end to end in new memory, int64 [n]; those of a single node are its own
+    memory."""
+    slots = parts[0]
     if isinstance(slots, torch.Tensor):
-        return slots
+        return torch.cat(list(parts)) if len(parts) > 1 else slots
+    if len(parts) > 1:
+        slots = bytearray().join(parts)
     return torch.frombuffer(slots, dtype=torch.int64)
-
-
-def join(parts: Sequence[Slots]) -> torch.Tensor:
-    """Slots of several nodes laid end to end in new memory."""
-    if isinstance(parts[0], torch.Tensor):
-        return torch.cat(parts)  # type: ignore[arg-type]
-    return as_tensor(bytearray().join(parts))  # type: ignore[arg-type]
 
 
 def piece(slots: Slots, start: int, stop: int) -> Slots:

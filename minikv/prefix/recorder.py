@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minikv.prefix import lifecycle
-from minikv.prefix.node import Node, Slots, as_tensor, as_tokens
+from minikv.prefix.node import Node, Slots, as_tokens, join
 
 if TYPE_CHECKING:
     from minikv.prefix.tree import RadixCache
@@ -87,7 +87,7 @@ class Recorder:
     ) -> None:
         """Append an event, made of live values: arrays become tuples."""
         told = () if tokens is None else tuple(tokens.tolist())
-        brought = () if slots is None else tuple(as_tensor(slots).tolist())
+        brought = () if slots is None else tuple(join([slots]).tolist())
         self.events.append(Event(kind, node.id, told, slots=brought, **news))
 
     @property

@@ -6,7 +6,7 @@ Model Programs"); whole pages as the unit of sharing come from PagedAttention (K
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -123,10 +123,9 @@ class RadixCache:
         self.stats.lookups += 1
         self.stats.hit_tokens += length
         self.stats.miss_tokens += tokens.size - length
-        if self.recorders:
-            self._emit("match", path[-1], tokens=tokens, namespace=namespace, length=length)
-        parts = [node.stored for node in path[1:]] or [self.root.stored]
-        return Match(parts, path[-1], length)
+        for recorder in self.recorders:
+            recorder.note("match", path[-1], tokens=tokens, namespace=namespace, length=length)
+        return Match([node.stored for node in path[1:]] or self.root.stored, path[-1], length)
 
     def peek(self, tokens: Any, namespace: Hashable = None) -> tuple[Node, int]:
         """The node where a match would end, and its length. Counts nothing and splits nothing."""
@@ -139,7 +138,7 @@ class RadixCache:
         They are so no longer once a request that uses them is admitted: its room is what the
         allocator has, plus `evictable_size`, less these. `peek` gives both arguments.
         """
-        locked = sum(at.length for at in node.upwards() if at.lock_count)
+        locked = sum(at.length for at in self.way_up(node) if at.lock_count)
         return max(0, length - locked)
 
     def insert(
@@ -213,9 +212,9 @@ class RadixCache:
             self.stats.inserted += leaf.length
             self.queue.push(leaf)
             path.append(leaf)
-        if self.recorders:
+        for recorder in self.recorders:
             news = {"length": present, "namespace": namespace, "priority": priority, "known": known}
-            self._emit("insert", path[-1], tokens=tokens, slots=new, **news)
+            recorder.note("insert", path[-1], tokens=tokens, slots=new, **news)
         return path, present
 
     def _walk(self, tokens: np.ndarray, namespace: Hashable) -> tuple[list[Node], int, int]:
@@ -248,7 +247,8 @@ class RadixCache:
         above.adopt(upper, self.page_size)
         upper.adopt(node, self.page_size)
         self.stats.splits += 1
-        self._emit("split", node, length=length)
+        for recorder in self.recorders:
+            recorder.note("split", node, length=length)
         return upper
 
     def _touch(self, path: list[Node]) -> None:
@@ -269,7 +269,8 @@ class RadixCache:
                 self.evictable_size -= at.length
                 self.protected_size += at.length
             at.lock_count += 1
-        self._emit("lock", node)
+        for recorder in self.recorders:
+            recorder.note("lock", node)
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of the node."""
@@ -281,14 +282,18 @@ class RadixCache:
             if at.lock_count == 0:
                 self.evictable_size += at.length
                 self.protected_size -= at.length
-        self.queue.push(node)
-        self._emit("unlock", node)
+        if node.lock_count == 0:
+            self.queue.push(node)
+        for recorder in self.recorders:
+            recorder.note("unlock", node)
 
     def way_up(self, node: Node) -> list[Node]:
         """A node of this tree and all above it, up to the root; anything else is refused."""
         if not isinstance(node, Node):
             raise ArgumentError("node", node, "is not a node; pass the `node` of a match")
-        path = node.upwards()
+        path = [node]
+        while (above := path[-1].parent) is not None:
+            path.append(above)
         if path[-1] is not self.root:
             where = "in another tree"
             if len(path) == 1:
@@ -318,8 +323,8 @@ class RadixCache:
         """Take an unlocked leaf out of the tree; returns its length. The caller frees its pages."""
         parent = leaf.parent
         assert parent is not None
-        if self.recorders:
-            self._emit("evict", leaf, tokens=leaf.key, length=leaf.length)
+        for recorder in self.recorders:
+            recorder.note("evict", leaf, tokens=leaf.key, length=leaf.length)
         parent.disown(leaf, self.page_size)
         self.evictable_size -= leaf.length
         self.stats.evicted += leaf.length
@@ -328,26 +333,8 @@ class RadixCache:
 
     # ---- the life of a request
 
-    def cache_unfinished(self, request: Any) -> None:
-        """After a chunk: the tree takes the request's whole pages, and the request goes on with the
-        tree's.
-
-        The request's own copies of what others had cached meanwhile are freed, and its row points
-        at the tree's slots. Its new node is locked, `protected_len` becomes the aligned length; the
-        tail of less than a page stays its own. Calling it twice changes nothing. A request is any
-        object with the attributes that :mod:`.lifecycle` names.
-        """
-        lifecycle.unfinished(self, request)
-
-    def cache_finished(self, request: Any) -> None:
-        """The same with all `computed` tokens; then the tail, anything reserved past it and the row
-        are freed.
-
-        Slots that the row holds beyond `computed` are reserved ones. The request's node is
-        unlocked, and it holds nothing any more: `row` and `protected_len` are 0, `node` is None.
-        Retraction and abort are this call too.
-        """
-        lifecycle.finished(self, request)
+    cache_unfinished = lifecycle.cache_unfinished
+    cache_finished = lifecycle.cache_finished
 
     # ---- look at it
 
@@ -359,17 +346,7 @@ class RadixCache:
             yield node
             stack.extend(reversed(node.children.values()))
 
-    def check(self, owned: Iterable[Any] = ()) -> None:
-        """Raise a `StateError` that names what breaks an invariant; see :mod:`.invariants`.
-
-        Parameters
-        ----------
-        owned
-            Slots that running requests hold themselves (not the tree's): a tensor, or slots, or
-            tensors of slots. That all pages add up is checked when it is given, or when no node is
-            locked and no row is taken.
-        """
-        invariants.check(self, owned)
+    check = invariants.check
 
     def reset(self) -> None:
         """Empty the tree, give its pages back, and start counting anew."""
@@ -378,15 +355,12 @@ class RadixCache:
             raise StateError(f"{held} locks are held: finish or abort the requests before a reset")
         self.evict(self.evictable_size)
         self._clear()
-        self._emit("reset", self.root)
+        for recorder in self.recorders:
+            recorder.note("reset", self.root)
 
     def record(self) -> Recorder:
         """``with cache.record() as recorder:`` collects all events; see :class:`.Recorder`."""
         return Recorder(self)
-
-    def _emit(self, kind: str, node: Node, **news: Any) -> None:
-        for recorder in self.recorders:
-            recorder.note(kind, node, **news)
 
     def __repr__(self) -> str:
         made = f"RadixCache(page_size={self.page_size}, eviction={self.eviction!r})"
