@@ -100,7 +100,7 @@ def lay_out_rows(
     than `longest`."""
     grid = rows.shape[0], triton.cdiv(longest, BLOCK)
     launch(
-        _copy_row_numberskernel,
+        _copy_rows_kernel,
         grid,
         (table, rows, kv_indptr, kv_indices, table.stride(0)),
         BLOCK=BLOCK,
@@ -108,7 +108,7 @@ def lay_out_rows(
 
 
 @triton.jit
-def _copy_row_numberskernel(table, rows, kv_indptr, kv_indices, stride_row, BLOCK: tl.constexpr):
+def _copy_rows_kernel(table, rows, kv_indptr, kv_indices, stride_row, BLOCK: tl.constexpr):
     """Program (r, b) copies columns ``b * BLOCK ..`` of the r-th row asked for, as far as its
     length goes."""
     r = tl.program_id(0)
