@@ -85,14 +85,10 @@ class Block(NamedTuple):
     first: int
     listed_at: int  # where its listed keys begin in kv_indices
     listed: int
+    new_row: int  # of its first new key: new keys and queries of a position have the same row
     new: int
     prefix: int  # of the request
     width: int  # keys of the request: columns of its custom mask
-
-    @property
-    def new_row(self) -> int:
-        """The row of its first new key: new keys and queries of a position have the same row."""
-        return self.row + self.first + self.listed - self.pos
 
 
 # ---- from a batch to rectangles
@@ -123,8 +119,36 @@ def plan(
     list of Rectangle
         Together they hold every query that has a key to see.
     """
+    starts = kv_indptr.tolist()
+    rows = list(range(len(starts))) if qo_indptr is None else qo_indptr.tolist()
+    causal = opts.causal and opts.custom_mask is None
+    window = opts.sliding_window if opts.sliding_window >= 0 else math.inf
+    blocks = []
+    for r in range(len(starts) - 1):
+        listed, queries = starts[r + 1] - starts[r], rows[r + 1] - rows[r]
+        width = listed + queries if new_keys else listed
+        prefix = width - queries
+        for begin in range(0, queries, QUERY_BLOCK):
+            stop = min(queries, begin + QUERY_BLOCK)
+            first = int(max(0, prefix + begin - window))
+            end = min(width, prefix + stop) if causal else width
+            old_end = max(first, min(end, listed))
+            block = Block(
+                request=r,
+                row=rows[r] + begin,
+                rows=stop - begin,
+                pos=prefix + begin,
+                first=first,
+                listed_at=starts[r] + first,
+                listed=old_end - first,
+                new_row=rows[r] + old_end - prefix,
+                new=end - old_end,
+                prefix=prefix,
+                width=width,
+            )
+            if first < end:
+                blocks.append(block)
     token_bytes = (k_cache[0].numel() + v_cache[0].numel()) * k_cache.element_size()
-    blocks = _blocks(kv_indptr, opts, qo_indptr, new_keys)
     groups: list[list[Block]] = []
     for block in sorted(blocks, key=lambda b: (b.rows, b.new, b.listed), reverse=True):
         if groups and _fits(groups[-1], block, q.shape[1], token_bytes):
@@ -149,42 +173,6 @@ def _fits(group: list[Block], block: Block, q_heads: int, token_bytes: int) -> b
     )
 
 
-def _blocks(
-    kv_indptr: Tensor,
-    opts: Options,
-    qo_indptr: Tensor | None,
-    new_keys: bool,
-) -> list[Block]:
-    starts = kv_indptr.tolist()
-    rows = list(range(len(starts))) if qo_indptr is None else qo_indptr.tolist()
-    causal = opts.causal and opts.custom_mask is None
-    window = opts.sliding_window if opts.sliding_window >= 0 else math.inf
-    blocks = []
-    for r in range(len(starts) - 1):
-        listed, queries = starts[r + 1] - starts[r], rows[r + 1] - rows[r]
-        width = listed + queries if new_keys else listed
-        prefix = width - queries
-        for begin in range(0, queries, QUERY_BLOCK):
-            stop = min(queries, begin + QUERY_BLOCK)
-            first = int(max(0, prefix + begin - window))
-            end = min(width, prefix + stop) if causal else width
-            block = Block(
-                request=r,
-                row=rows[r] + begin,
-                rows=stop - begin,
-                pos=prefix + begin,
-                first=first,
-                listed_at=starts[r] + first,
-                listed=max(0, min(end, listed) - first),
-                new=end - max(first, min(end, listed)),
-                prefix=prefix,
-                width=width,
-            )
-            if first < end:
-                blocks.append(block)
-    return blocks
-
-
 def _rectangle(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectangle:
     """One rectangle from blocks of as many queries and new keys."""
     device, window = kv_indices.device, opts.sliding_window
@@ -197,13 +185,16 @@ def _rectangle(blocks: list[Block], kv_indices: Tensor, opts: Options) -> Rectan
     slots = None
     if L:
         counts = [b.listed for b in blocks]
-        slots = _run(kv_indices[_places([b.listed_at for b in blocks], counts, L, device)])
+        slots = kv_indices[_places([b.listed_at for b in blocks], counts, L, device)]
+        end = int(slots[0]) + n * L
+        if device.type == "cpu" and int(slots[-1]) == end - 1 and bool((slots.diff() == 1).all()):
+            slots = slice(end - n * L, end)
     plain, cold = opts.custom_mask is None, opts.xai_temperature_len < 0
     if plain and cold and N == 1 and all(b.listed == L for b in blocks):
         # What most decode steps are: each request sees all its keys.
         return Rectangle((n, N), rows, slots, new)
 
-    table = torch.tensor(blocks, device=device)  # int64 [n, 13]
+    table = torch.tensor(blocks, device=device)  # int64 [n, 11]
     column = dict(zip(Block._fields, table.T[..., None], strict=True))  # each [n, 1]
     q_at, l_at, m_at = (torch.arange(size, device=device) for size in (N, L, M))
     q_pos = column["pos"] + q_at  # [n, N]
@@ -244,15 +235,6 @@ def _places(
         return slice(start[0], start[0] + n * longest)
     begin, size = torch.tensor((start, count), device=device)[..., None]
     return (begin + torch.minimum(torch.arange(longest, device=device), size - 1)).flatten()
-
-
-def _run(slots: Tensor) -> slice | Tensor:
-    """The same slots as a slice, which needs no copy, when they count up by one (CPU only)."""
-    if slots.device.type == "cpu":
-        first, count = int(slots[0]), slots.shape[0]
-        if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):
-            return slice(first, first + count)
-    return slots
 
 
 def _temperature(q_pos: Tensor, request: Tensor, opts: Options) -> Tensor:
@@ -349,30 +331,29 @@ def _attend(
 def _gather(
     name: str, part: Rectangle, cache: Tensor, new: Tensor | None, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Keys (or values) of one rectangle [n, T, kv_heads, d]: from the pool, then the new ones."""
+    """Keys (or values) of one rectangle [n, T, kv_heads, d]: from the pool, then the new ones.
+
+    On the CPU a large copy goes to memory that this thread keeps, valid until the next call with
+    this name: fresh memory can cost more than the copy.
+    """
     n, pieces = part.shape[0], []
     if part.slots is not None:
-        old = _select(name, cache, part.slots).to(dtype)
+        if isinstance(part.slots, slice):
+            old = cache[part.slots]
+        else:
+            size, memory = part.slots.shape[0] * cache.shape[1] * cache.shape[2], None
+            if cache.device.type == "cpu" and SMALL_BYTES < size * cache.element_size() <= KV_BYTES:
+                kept, key = vars(_workspace), f"{name} {cache.dtype}"
+                if key not in kept:
+                    with torch.inference_mode(False):
+                        kept[key] = torch.empty(KV_BYTES // cache.element_size(), dtype=cache.dtype)
+                memory = kept[key][:size].view(-1, *cache.shape[1:])
+            old = torch.index_select(cache, 0, part.slots, out=memory)
+        old = old.to(dtype)
         pieces.append((old if scale == 1.0 else old * scale).view(n, -1, *cache.shape[1:]))
     if part.new is not None and new is not None:
         pieces.append(new[part.new].to(dtype).unflatten(0, (n, -1)))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-
-
-def _select(name: str, cache: Tensor, slots: slice | Tensor) -> Tensor:
-    """``cache[slots]``; on the CPU in memory that this thread keeps, valid until the next call with
-    this name: for large blocks fresh memory can cost more than the copy."""
-    if isinstance(slots, slice):
-        return cache[slots]
-    size = slots.shape[0] * cache.shape[1] * cache.shape[2]
-    if cache.device.type != "cpu" or not SMALL_BYTES < size * cache.element_size() <= KV_BYTES:
-        return cache.index_select(0, slots)
-    kept, key = vars(_workspace), f"{name} {cache.dtype}"
-    if key not in kept:
-        with torch.inference_mode(False):
-            kept[key] = torch.empty(KV_BYTES // cache.element_size(), dtype=cache.dtype)
-    out = kept[key][:size].view(-1, *cache.shape[1:])
-    return torch.index_select(cache, 0, slots, out=out)
 
 
 def _with_scores(

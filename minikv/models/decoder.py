@@ -81,22 +81,8 @@ class Decoder(nn.Module):
         ArgumentError
             For a layer in `keep` that the model does not have.
         """
-        hidden, states = self.hidden_states(token_ids, positions, attention, metadata, keep)
-        if logits_at is not None:
-            hidden = hidden[logits_at]
-        return (self.logits(hidden), states) if keep else self.logits(hidden)
-
-    def hidden_states(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        attention: AttentionBackend,
-        metadata: Any,
-        keep: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the last layer leaves for each token, [T, hidden], before the final norm; and what
-        each layer in `keep` leaves, [T, len(keep), hidden]."""
-        self.check_keep(keep)
+        if keep:
+            self.check_keep(keep)
         hidden = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden]
         cos, sin = self.rotary(positions, hidden.dtype)  # [T, 1, d / 2] each
         context = StepContext(cos, sin, attention, metadata)
@@ -105,7 +91,10 @@ class Decoder(nn.Module):
             hidden = layer(hidden, context)
             if i in keep:
                 kept[i] = hidden
-        return hidden, torch.stack([kept[i] for i in keep], 1) if keep else None
+        if logits_at is not None:
+            hidden = hidden[logits_at]
+        logits = self.lm_head(self.norm(hidden))
+        return (logits, torch.stack([kept[i] for i in keep], 1)) if keep else logits
 
     def check_keep(self, keep: Sequence[int]) -> None:
         """Refuse numbers that no layer has."""
@@ -116,10 +105,6 @@ class Decoder(nn.Module):
     def attention_layers(self) -> list[LayerAttention]:
         """The attention options of each layer, as the backend takes them."""
         return [layer.self_attn.options for layer in self.layers]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output matrix: [R, hidden] -> [R, vocab]."""
-        return self.lm_head(self.norm(hidden))
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Name of every tensor of a Hugging Face checkpoint, and the (piece of a) parameter that it

@@ -36,7 +36,7 @@ def test_the_last_layers_states_become_the_logits() -> None:
     at = torch.tensor([3, 1])
     logits, states = run(decoder, logits_at=at, keep=(decoder.config.num_layers - 1,))
     assert states.shape[0] == len(IDS), "of all tokens, whichever logits are wanted"
-    torch.testing.assert_close(logits, decoder.logits(states[at, 0]))
+    torch.testing.assert_close(logits, decoder.lm_head(decoder.norm(states[at, 0])))
 
 
 @pytest.mark.parametrize("keep", [(3,), (-1,), (0, 9)])
