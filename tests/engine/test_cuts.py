@@ -164,9 +164,12 @@ def test_p10_draws_are_those_of_the_sorted_vocabulary_where_its_sums_are_exact(d
     powers = [-1.0, -2.0, -3.0, -4.0, -5.0, -5.0]
     halves = torch.tensor(powers, dtype=torch.float64) * np.log(2)
     tops = [0.0, 0.25, 0.5, 0.5 + 2**-24, 0.75, 0.875, 0.9, 0.9375, 0.96875, 1.0]
+    first = 1 / 16  # some draws fall on a border, where a GPU's exp may be a unit off
+    if device == "cuda":
+        first += 2**-10
     rows = [
         (1.0, k, top_p, 0.0, u)
-        for k, top_p, u in itertools.product((0, 1, 3, 6, 9), tops, np.arange(8) / 8 + 1 / 16)
+        for k, top_p, u in itertools.product((0, 1, 3, 6, 9), tops, np.arange(8) / 8 + first)
     ]
     logits = torch.stack([halves[torch.randperm(6)] for _ in rows]).float().to(device)
     p = torch.softmax(logits, -1).double()

@@ -152,7 +152,8 @@ def test_p02_replay_equals_eager_for_every_size_shrinking_and_growing(dtype) -> 
     )
     runner, seen, apart, errors = llm.runner, [], [0.0], [0.0]
     decode, exact = eager_logits(llm), copy.deepcopy(llm.decoder).cpu().double()
-    llm.loop.overlaps = False  # every batch runs several times here: its tokens must be known
+    # Every batch runs several times here: its tokens and inputs must be known.
+    llm.loop.overlaps = llm.scheduler.moves_on = False
     runner.debug = runner.owned = True  # one output is compared with the next
     runner.sizes.remove(9)  # a full engine is then one more than the largest size
 

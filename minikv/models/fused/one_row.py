@@ -114,18 +114,19 @@ def tiles_of(n: int, k: int, gated: bool) -> Tiles:
 @triton.jit
 def fetch_ahead(
     weight, first, n,
-    PARTS: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Have the weights of this program brought into the L2 cache, without waiting for them.
 
-    While the kernel before this one ends, memory would be idle: this fills the gap. The rows of a
-    part lie end to end; each warp names its share of them by one instruction.
+    While the kernel before this one ends, memory would be idle: this fills the gap. The rows (of
+    the gate, and of what it multiplies) lie end to end; each warp names its share of them by one
+    instruction.
     """
     share: tl.constexpr = BLOCK_N * ROW_BYTES // WARPS // 16 * 16
     if ROW_BYTES % 16 == 0 and share > 0:
         start = tl.arange(0, 32 * WARPS) // 32 * share
         size = tl.minimum(tl.minimum(n - first, BLOCK_N) * ROW_BYTES - start, share)
-        for part in tl.static_range(PARTS):  # type: ignore
+        for part in tl.static_range(1 + GATED):  # type: ignore
             row = (first + part * n).to(tl.int64)
             at = weight.to(tl.int64, bitcast=True) + row * ROW_BYTES + start
             tl.inline_asm_elementwise(
@@ -174,20 +175,22 @@ def one_row_kernel(
     cache takes as long as a tenth of the whole kernel.
     """
     let_next_start(DEPENDENT)
-    PARTS: tl.constexpr = 1 + GATED  # n rows of w each: the gate, and what it multiplies
     kind = x.dtype.element_ty
     first = tl.program_id(0) * BLOCK_N
     column = first + tl.arange(0, BLOCK_N)
     live = column < n
-    row = tl.arange(0, PARTS)[:, None] * n + column[None, :]  # [PARTS, BLOCK_N]
     i = tl.arange(0, BLOCK_K)
-    at = weight + row.to(tl.int64)[:, :, None] * K + i[None, None, :]
-    tile = tl.load(at, mask=live[None, :, None] & (i < K)[None, None, :], other=0.0)
+    at = weight + column.to(tl.int64)[:, None] * K + i[None, :]
+    second = at + n.to(tl.int64) * K  # gated: the rows that the gate multiplies
+    inside = live[:, None] & (i < K)[None, :]
+    tile = tl.load(at, mask=inside, other=0.0)
+    if GATED:
+        tile_up = tl.load(second, mask=inside, other=0.0)
     if norm is not None:
         gain = tl.load(norm + i, mask=i < K, other=0.0)
     if AHEAD and DEPENDENT:
         row_bytes: tl.constexpr = K * weight.dtype.element_ty.primitive_bitwidth // 8
-        fetch_ahead(weight, first, n, PARTS, row_bytes, BLOCK_N, WARPS)
+        fetch_ahead(weight, first, n, row_bytes, BLOCK_N, WARPS, GATED)
     wait_for_previous(DEPENDENT)
 
     v = tl.load(x + i, mask=i < K, other=0.0).to(tl.float32)
@@ -201,27 +204,32 @@ def one_row_kernel(
             squares += further * further
         scale = 1.0 / tl.sqrt_rn(tl.sum(squares, 0) / K + eps)
         v = normalised(v, gain, scale, kind)
-    acc = tl.zeros([PARTS, BLOCK_N, BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for k in range(BLOCK_K, K, BLOCK_K):
-        inside = live[None, :, None] & (k + i < K)[None, None, :]
+        inside = live[:, None] & (k + i < K)[None, :]
         next_tile = tl.load(at + k, mask=inside, other=0.0)
+        if GATED:
+            next_up = tl.load(second + k, mask=inside, other=0.0)
         next_v = tl.load(x + k + i, mask=k + i < K, other=0.0).to(tl.float32)
         if norm is not None:
             gain = tl.load(norm + k + i, mask=k + i < K, other=0.0)
             next_v = normalised(next_v, gain, scale, kind)
-        acc += tile.to(tl.float32) * v[None, None, :]
+        acc += tile.to(tl.float32) * v[None, :]
         tile = next_tile
+        if GATED:
+            up += tile_up.to(tl.float32) * v[None, :]
+            tile_up = next_up
         v = next_v
-    sums = tl.sum(acc + tile.to(tl.float32) * v[None, None, :], 2)  # [PARTS, BLOCK_N]
+    y = tl.sum(acc + tile.to(tl.float32) * v[None, :], 1)
     if bias is not None:
-        sums += tl.load(bias + row, mask=live[None, :], other=0.0).to(tl.float32)
+        y += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
+    y = y.to(kind)
     if GATED:
-        is_gate = tl.arange(0, 2)[:, None] == 0
-        gate = tl.sum(tl.where(is_gate, sums, 0.0), 0)
-        up = tl.sum(tl.where(is_gate, 0.0, sums), 0)
-        y = gate_times_up(gate, up, kind)
-    else:
-        y = tl.sum(sums, 0).to(kind)
+        other = tl.sum(up + tile_up.to(tl.float32) * v[None, :], 1)
+        if bias is not None:
+            other += tl.load(bias + n + column, mask=live, other=0.0).to(tl.float32)
+        y = gate_times_up(y, other, kind)
     if residual is not None:
         y = (old.to(tl.float32) + y.to(tl.float32)).to(kind)
     tl.store(out + column, y, mask=live)
