@@ -59,7 +59,7 @@ def run(
         print(table(rows))
         return {"rows": rows}
     batches = (1, 32) if quick else (1, 8, 32, 128, 256)
-    rows, captures = _shape("random:qwen3-0.6b", batches, 33 if quick else NEW, ways=True)
+    rows, captures, calls = _shape("random:qwen3-0.6b", batches, 33 if quick else NEW, ways=True)
     if not quick:
         rows += _shape("random:llama-3-8b", (1,), 65)[0]
         try:
@@ -67,15 +67,16 @@ def run(
         except (StateError, ImportError) as e:  # no model file, or nothing that reads it
             print(f"SmolLM2 left out: {e}")
     print(table(rows))
+    print(table(calls))
     print(table(captures))
-    return {"rows": rows, "captures": captures}
+    return {"rows": rows, "calls": calls, "captures": captures}
 
 
 def _shape(
     model: str, batches: tuple[int, ...], new: int, ways: bool = False
-) -> tuple[list[dict], list[dict]]:
-    """Rows of one model on CUDA, and with `ways` the eager and compiled ones, too, and how graphs
-    are captured."""
+) -> tuple[list[dict], list[dict], list[dict]]:
+    """Rows of one model on CUDA, and with `ways` the eager and compiled ones, too, how graphs are
+    captured, and what other calls and ways of sampling take."""
     most = max(batches)
     options: dict[str, Any] = {
         "device": "cuda",
@@ -92,13 +93,15 @@ def _shape(
         f"{model}: built and captured {llm.runner.stats['captures']} graphs in "
         f"{perf_counter() - started:.1f} s"
     )
-    rows, captures = [], []
+    rows, captures, calls = [], [], []
     for batch in batches:
         rows.append(
             _row(model, llm, batch, "graph", new if batch < 128 else new // 2) | _inside(llm, batch)
         )
         print(table(rows[-1:]), flush=True)
     sizes = llm.runner.sizes
+    if ways:
+        calls = [row for batch in (1, 32) for row in _calls(llm, batch, new)]
     del llm  # its graphs would share their memory with those that are captured next
     if ways:
         eager = LLM(model, graphs=False, **options)
@@ -112,7 +115,59 @@ def _shape(
         del eager
     gc.collect()
     torch.cuda.empty_cache()
-    return rows, captures
+    return rows, captures, calls
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "temperature 1": {"temperature": 1.0, "seed": 1},
+    "top-k 50, top-p 0.9": {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "seed": 1},
+    "greedy, 2 logprobs": {"temperature": 0, "logprobs": 2},
+}
+
+
+def _calls(llm: LLM, batch: int, new: int) -> list[dict[str, Any]]:
+    """Tokens per second by `generate`, `step` and (one request) `stream`, for ways of sampling."""
+    rows: list[dict[str, Any]] = []
+    prompts = _prompts(llm, batch)
+    for way, options in WAYS.items():
+        params = SamplingParams(max_tokens=new, ignore_eos=True, **options)
+        llm.generate(prompts, params)  # captures what comes for the first time
+        calls: dict[str, Callable[[], list[tuple[float, int]]]] = {
+            "generate": lambda params=params: _generated(llm, prompts, params),
+            "step": lambda params=params: _stepped(llm, prompts, params),
+        }
+        if batch == 1:
+            calls["stream"] = lambda params=params: [
+                (perf_counter(), delta.id) for delta in llm.stream(prompts[0], params)
+            ]
+        for call, run in calls.items():
+            seen = run()
+            first: dict[int, float] = {}
+            for moment, id in seen:
+                first.setdefault(id, moment)
+            seconds = (max(moment for moment, _ in seen) - max(first.values())) / (new - 1)
+            rows.append({"batch": batch, "call": call, "sampling": way, "tok/s": batch / seconds})
+    for row in rows:
+        row["of greedy generate"] = row["tok/s"] / rows[0]["tok/s"]
+    return rows
+
+
+def _generated(llm: LLM, prompts: list, params: SamplingParams) -> list[tuple[float, int]]:
+    """The moments of each request's first and last token, and its number."""
+    timings = [out.timing for out in llm.generate(prompts, params)]
+    moments = [(t.first_token or 0.0, t.finished or 0.0) for t in timings]
+    return [(moment, i) for i, pair in enumerate(moments) for moment in pair]
+
+
+def _stepped(llm: LLM, prompts: list, params: SamplingParams) -> list[tuple[float, int]]:
+    """The moment at which each delta came, and the number of its request."""
+    for prompt in prompts:
+        llm.add(prompt, params)
+    seen = []
+    while llm.has_work:
+        seen += [(perf_counter(), delta.id) for delta in llm.step()]
+    return seen
 
 
 def _row(model: str, llm: LLM, batch: int, way: str, new: int) -> dict[str, Any]:
