@@ -8,6 +8,8 @@ search within the one part that the uniform number falls into.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,8 +63,12 @@ def draw_triton(
     where = torch.empty((n, parts), dtype=torch.int32, device=x.device)
     weight = torch.empty((n, parts), dtype=torch.int64, device=x.device)
     x, knobs = x.contiguous(), (temperature, min_p, u)
-    sizes = {"VOCAB": vocab, "BLOCK": min(BLOCK, triton.next_power_of_2(vocab))}
-    shape = {"PARTS": triton.next_power_of_2(parts), "SCALED": scaled, "UNIT": unit(vocab)}
+    sizes: dict[str, Any] = {"VOCAB": vocab, "BLOCK": min(BLOCK, triton.next_power_of_2(vocab))}
+    shape: dict[str, Any] = {
+        "PARTS": triton.next_power_of_2(parts),
+        "SCALED": scaled,
+        "UNIT": unit(vocab),
+    }
     strides = tuple(knob.stride(0) for knob in knobs)
     launch(best_kernel, (parts, n), (x, best, where), **sizes)
     launch(weight_kernel, (parts, n), (x, best, *knobs, weight, *strides, parts), **sizes, **shape)

@@ -167,10 +167,11 @@ class ModelStep:
         return out
 
     def kept(self, hidden: Hidden, layers: Sequence[int]) -> tuple[int, ...]:
-        """The layers whose outputs a step keeps: those named, or the last."""
+        """The layers whose outputs a step keeps: those named (-1 is the last), or the last."""
         if hidden is Hidden.NULL:
             return ()
-        return tuple(layers) or (len(self.decoder.layers) - 1,)
+        names = {-1: len(self.decoder.layers) - 1}
+        return tuple(names.get(layer, layer) for layer in layers or names)
 
     def compute(
         self,

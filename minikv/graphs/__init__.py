@@ -4,8 +4,9 @@ host work."""
 from minikv.graphs.buckets import capture_batch_sizes
 from minikv.graphs.buffers import Buffer, Padding, Stage, rule, staged
 from minikv.graphs.compiled import CompiledRunner
+from minikv.graphs.counters import Counters
 from minikv.graphs.cuda import CudaGraphRunner
-from minikv.graphs.runner import Counters, GraphRunner, Hidden
+from minikv.graphs.runner import GraphRunner, Hidden
 
 __all__ = [
     "Buffer",

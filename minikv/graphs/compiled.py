@@ -4,14 +4,14 @@ GPU."""
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from minikv.graphs.runner import Counters, GraphRunner, Hidden
+from minikv.graphs.counters import Counters
+from minikv.graphs.runner import GraphRunner, Hidden
 
 ONE_THREAD = 1 << 15
 """Elements per thread below which a generated loop is not shared out: the rows of a decode step are
@@ -31,9 +31,10 @@ class CompiledRunner(GraphRunner):
         As for :class:`GraphRunner`.
     """
 
-    def _begin(self) -> None:
-        self._count = len(self.sizes) * len(self.variants)
-        self._compiled: Callable[..., Any] | None = compiled(self.run_step, self._count, self.stats)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.replays, self._graphs = True, len(self.sizes) * len(self.variants)
+        self._compiled = compiled(self.run_step, self._graphs, self.stats)
 
     def compile_all(self) -> None:
         """Compile every size and variant now, largest first."""
@@ -41,34 +42,24 @@ class CompiledRunner(GraphRunner):
             for variant in self.variants:
                 self(None, variant, size=size)
 
-    def _ready(self, variant: str, size: int) -> bool:
-        return self._compiled is not None
-
     def _replay(self, variant: str, size: int, inputs: dict[str, Tensor]) -> Any:
-        if self._compiled is not None:
-            try:
-                return self._compiled(inputs, variant, self.hidden, self.layers)
-            except Exception as e:
-                if not _from_compiler(e):
-                    raise
-                self._compiled = None
-                self.stats.update(replays=self.stats.replays - 1, eager=self.stats.eager + 1)
-                warnings.warn(
-                    f"compiling {variant} × {size} failed, so every step runs eagerly: "
-                    f"{type(e).__name__}: "
-                    f"{str(e)[:500]}\nTry (1) installing a C++ compiler (g++ or clang) if none is "
-                    "found; (2) emptying "
-                    "torch's cache (TORCHINDUCTOR_CACHE_DIR); (3) graphs=False, which shows "
-                    "whether the step itself "
-                    "fails.",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
+        try:
+            return self._compiled(inputs, variant, self.hidden, self.layers)
+        except Exception as e:
+            if not type(e).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            self._give_up(
+                f"compiling {variant} × {size}",
+                f"{type(e).__name__}: {str(e)[:500]}",
+                "(1) installing a C++ compiler (g++ or clang) if none is found; "
+                "(2) emptying torch's cache (TORCHINDUCTOR_CACHE_DIR)",
+            )
+        self.stats.update(replays=self.stats.replays - 1, eager=self.stats.eager + 1)
         return self.run_step(inputs, variant, self.hidden, self.layers)
 
     def _capture(self, hidden: Hidden) -> None:
         self.hidden = hidden
-        raise_recompile_limit(self._count)
+        raise_recompile_limit(self._graphs)
 
 
 def compiled(
@@ -92,9 +83,9 @@ def compiled(
     def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
         if stats is not None:
             stats["captures"] += 1
-        patches = {"cpp.min_chunk_size": ONE_THREAD} | (
-            {"max_fusion_size": 1} if stores_by_index(graph) else {}
-        )
+        patches = {"cpp.min_chunk_size": ONE_THREAD}
+        if stores_by_index(graph):
+            patches["max_fusion_size"] = 1
         return compile_fx(graph, inputs, config_patches=patches)
 
     # A step's modules stay as they are: they are not looked at before every call, which took 0.4 ms
@@ -117,7 +108,7 @@ def stores_by_index(graph: fx.GraphModule) -> bool:
     """Whether a traced graph writes into a tensor at places that an index tensor names."""
 
     def stores(node: fx.Node) -> bool:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = str(getattr(node.target, "__name__", node.target))
         return node.op in ("call_method", "call_function") and (
             node.target is operator.setitem
             or any(word in name for word in ("scatter", "put"))
@@ -126,7 +117,3 @@ def stores_by_index(graph: fx.GraphModule) -> bool:
 
     parts = (part for part in graph.modules() if isinstance(part, fx.GraphModule))
     return any(stores(node) for part in parts for node in part.graph.nodes)
-
-
-def _from_compiler(e: BaseException) -> bool:
-    return type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))

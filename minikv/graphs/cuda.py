@@ -4,7 +4,6 @@ hundreds."""
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -51,9 +50,8 @@ class CudaGraphRunner(GraphRunner):
     Examples
     --------
     >>> x = torch.zeros(4, 2)
-    >>> r = CudaGraphRunner(
-    ...     lambda inputs, variant: inputs["x"] * 2, {"x": x}, [1, 2, 4], progress=False
-    ... )
+    >>> double = lambda inputs, variant: inputs["x"] * 2
+    >>> r = CudaGraphRunner(double, {"x": x}, [1, 2, 4], progress=False)
     >>> r({"x": torch.ones(3, 2)})
     tensor([[2., 2.],
             [2., 2.],
@@ -75,26 +73,20 @@ class CudaGraphRunner(GraphRunner):
     ) -> None:
         super().__init__(step, buffers, batch_sizes, **options)
         self.graphs: dict[tuple[str, int], tuple[Any, Any]] = {}  # what to replay, and its output
-        self.captured_now = self.graphs
         self.compile_up_to, self._compiled = compile_up_to, step
         if compile_up_to:
             from minikv.graphs.compiled import compiled
 
             self._compiled = compiled(self.run_step, len(self.sizes) * len(self.variants))
-        self._recorder: Any = (CudaRecorder if self.device.type == "cuda" else TapeRecorder)(
-            self.device
-        )
+        kind: Any = CudaRecorder if self.device.type == "cuda" else TapeRecorder
+        self._recorder = kind(self.device)
         self._largest: dict[str, list[Any]] = {}  # output of the largest graph of each variant
         self._addresses: dict[str, int] = {}
-        self._waiting: set[str] = set()  # variants to be captured when they first come
         self._capture(self.hidden)
 
     def capture_order(self) -> list[int]:
         """Sizes as they are captured: largest first."""
         return self.sizes[::-1]
-
-    def _ready(self, variant: str, size: int) -> bool:
-        return (variant, size) in self.graphs or variant in self._waiting
 
     def _make(self, variant: str, hidden: Hidden, layers: tuple[int, ...]) -> None:
         super()._make(variant, hidden, layers)
@@ -109,34 +101,30 @@ class CudaGraphRunner(GraphRunner):
         return out
 
     def _capture(self, hidden: Hidden) -> None:
-        self.hidden = hidden
+        self.replays, self.hidden = True, hidden
         self._drop()
         self._waiting = set(self.later)
         self._record_all([v for v in self.variants if v not in self.later])
 
-    @torch.inference_mode(False)  # tensors of a graph made within a step outlive it
+    @torch.inference_mode(False)  # tensors of a graph that is made within a step outlive it
     @torch.no_grad()
     def _record_all(self, variants: Sequence[str]) -> None:
         """Graphs of these variants in all sizes; if one fails, none of any variant are left."""
         self._loaded = None, 0
         self._waiting.difference_update(variants)
-        held = self._recorder.held()
+        held, failure, at = self._recorder.held(), "", ("", 0)
         saved = {name: t.clone() for name, t in self.state.items()}
         sizes = tqdm(
-            self.capture_order(),
-            desc="capture",
-            unit="graph",
-            disable=None if self.progress else True,
+            self.capture_order(), "capture", unit="graph", disable=None if self.progress else True
         )
-        failure, size, variant = "", 0, ""
         try:
             with _collector_frozen():
                 for size in sizes:
-                    sizes.set_postfix_str(
-                        f"{size} rows, {self._recorder.free() / 2**30:.2f} GiB free"
-                    )
+                    free = memory_facts(self.device).free / 2**30
+                    sizes.set_postfix_str(f"{size} rows, {free:.2f} GiB free")
                     for variant in variants:
-                        self.graphs[variant, size] = self._record(variant, size, saved)
+                        at = variant, size
+                        self.graphs[at] = self._record(variant, size, saved)
                         self.stats["captures"] += 1
         except Exception as e:
             failure = f"{type(e).__name__}: {e}"
@@ -145,32 +133,30 @@ class CudaGraphRunner(GraphRunner):
             sizes.close()
         if failure:  # after the exception: its traceback holds on to what was captured
             self._drop()
-            warnings.warn(
-                f"capturing {variant} × {size} failed, so every step runs eagerly: {failure}\n"
-                "Try (1) fewer or smaller batch sizes: capture_batch_sizes(..., "
-                f"cap={max(1, size // 2)}); (2) a "
-                "smaller KV pool (kv_tokens= or kv_memory=), which leaves graphs more memory; (3) "
-                "graphs=False, which "
-                "shows whether the step itself fails.",
-                RuntimeWarning,
-                stacklevel=4,
+            cap = max(1, at[1] // 2)
+            self._give_up(
+                f"capturing {at[0]} × {at[1]}",
+                failure,
+                f"(1) fewer or smaller batch sizes: capture_batch_sizes(..., cap={cap}); "
+                "(2) a smaller KV pool (kv_tokens= or kv_memory=), which leaves graphs more memory",
             )
+            return
         self._addresses = {name: t.data_ptr() for name, t in self._watched()}
-        self.stats["graph_bytes"] += max(0, self._recorder.held() - held) if self.graphs else 0
+        self.stats["graph_bytes"] += max(0, self._recorder.held() - held)
 
     def _record(self, variant: str, size: int, saved: Mapping[str, Tensor]) -> tuple[Any, Any]:
         """One graph, recorded on padding alone: what warm-ups write goes to page 0 and to reserved
         rows."""
-        inputs = self._load({}, size, variant)
         step = self._compiled if size <= self.compile_up_to else self.run_step
-        self._recorder.warm_up(lambda: step(inputs, variant, self.hidden, self.layers), WARM_UPS)
+
+        def run() -> Any:
+            return step(inputs, variant, self.hidden, self.layers)
+
+        inputs = self._load({}, size, variant)
+        self._recorder.warm_up(run, WARM_UPS)
         self._restore(saved)
-        inputs = self._load(
-            {}, size, variant
-        )  # a step may change its inputs, and the first run may make plans
-        return self._recorder.record(
-            lambda: self._shared(variant, step(inputs, variant, self.hidden, self.layers))
-        )
+        self._load({}, size, variant)  # a step may change its inputs, and its first run make plans
+        return self._recorder.record(lambda: self._shared(variant, run()))
 
     def _shared(self, variant: str, out: Any) -> Any:
         """Move large outputs into the memory of the largest size's: only the last replay's output
@@ -213,8 +199,8 @@ class CudaGraphRunner(GraphRunner):
             if self._addresses.get(name) != t.data_ptr():
                 raise StateError(
                     f"{name!r} is not where it was at capture: the graph still reads the old "
-                    "memory. "
-                    "Write into the tensor (copy_) instead of replacing it, or make a new runner"
+                    "memory. Write into the tensor (copy_) instead of replacing it, or make a new "
+                    "runner"
                 )
 
 
@@ -250,10 +236,6 @@ class CudaRecorder:
                 out = run()
         living.add(graph)
         return graph, out
-
-    def free(self) -> int:
-        """Free bytes of the device."""
-        return memory_facts(self.device).free
 
     def held(self) -> int:
         """Bytes that this process holds on the device."""

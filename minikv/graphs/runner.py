@@ -9,7 +9,8 @@ cut back afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from enum import IntEnum
 from typing import Any
@@ -20,7 +21,10 @@ from torch.utils._pytree import tree_map_only
 
 from minikv.errors import ArgumentError
 from minikv.graphs.buckets import pick_size
-from minikv.graphs.buffers import Buffer, Padding, Stage
+from minikv.graphs.buffers import Buffer, Inputs, Padding
+from minikv.graphs.counters import Counters
+
+LAST = (-1,)  # the last layer, where none is named
 
 
 class Hidden(IntEnum):
@@ -30,26 +34,6 @@ class Hidden(IntEnum):
     NULL = 0
     LAST = 1
     FULL = 2
-
-
-class Counters(dict[str, int]):
-    """Counters of a runner; ``stats.replays`` is ``stats["replays"]``.
-
-    ``replays`` counts batches that a graph served, ``eager`` those that one could have served and
-    did not, ``ragged`` those whose requests have other numbers of tokens than a graph's rows;
-    ``captures`` are graphs made, ``padded_rows`` rows that were computed without a request, and
-    ``graph_bytes`` is the device memory that graphs hold now.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(replays=0, eager=0, captures=0, padded_rows=0, graph_bytes=0)
-        self.ragged = 0
-
-    def __getattr__(self, name: str) -> int:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
 
 
 class GraphRunner:
@@ -123,31 +107,25 @@ class GraphRunner:
         debug: bool = False,
         progress: bool = True,
     ) -> None:
-        self.step, self.prepare, self.padding, self.tokens_per_row = (
-            step,
-            prepare,
-            padding,
-            tokens_per_row,
-        )
+        self.step, self.prepare, self.eager = step, prepare, eager
         self.variants, self.sizes = tuple(variants), sorted({int(size) for size in batch_sizes})
         self.later = tuple(v for v in self.variants if v in later)
-        self.state = dict(state or {})
-        self.watch = watch
-        self.hidden = hidden
-        self.layers: tuple[int, ...] = ()  # whose hidden states the graphs return; () is the last
-        self.eager, self.outputs, self.owned = eager, outputs, owned
-        self.debug, self.progress = debug, progress
+        self.padding, self.tokens_per_row = padding, tokens_per_row
+        self.state, self.watch, self.debug, self.progress = (
+            dict(state or {}),
+            watch,
+            debug,
+            progress,
+        )
+        self.hidden, self.layers = hidden, LAST  # which states the graphs return
+        self.outputs, self.owned = outputs, owned
         if not self.variants or tokens_per_row < 1 or (self.sizes and self.sizes[0] < 1):
-            value = (self.variants, tokens_per_row, self.sizes)
             raise ArgumentError(
                 "variants, tokens_per_row, batch_sizes",
-                value,
+                (self.variants, tokens_per_row, self.sizes),
                 "need a name, and numbers of at least 1",
             )
-        self.buffers = {
-            name: b if isinstance(b, Buffer) else self._usual(name, b)
-            for name, b in buffers.items()
-        }
+        self.buffers = {name: self._buffer(name, given) for name, given in buffers.items()}
         per_request = [b for b in self.buffers.values() if b.padding is not Padding.KEEP]
         if not per_request:
             raise ArgumentError(
@@ -162,15 +140,23 @@ class GraphRunner:
         self.stats = Counters()
         self.run_step = _eagerly(step)
         self._loaded: tuple[Any, int] = (None, 0)  # whose inputs lie in the buffers, in which size
-        self.captured_now: Container[tuple[str, int]] = ()  # graphs that can be replayed at once
-        self._cached: dict[tuple[str, int, int], dict[str, Tensor]] = {}
-        self._served: dict[str, tuple[dict[str, Buffer], list[Stage]]] = {}
+        self._waiting: set[str] = set()  # variants to be captured when they first come
+        named = self.buffers.items()
+        self._inputs = {
+            v: Inputs({name: b for name, b in named if b.serves(v)}) for v in self.variants
+        }
+        self._own = {  # what a variant reads beside what all read
+            v: Inputs({name: b for name, b in inputs.buffers.items() if b.variants})
+            for v, inputs in self._inputs.items()
+        }
         self._range: Any = torch.cuda.nvtx.range if self.device.type == "cuda" else nullcontext
-        self._begin()
 
-    def _usual(self, name: str, tensor: Tensor) -> Buffer:
-        lengths = name == "seq_lens"
-        return Buffer(tensor, Padding.FILL, self.tokens_per_row) if lengths else Buffer(tensor)
+    def _buffer(self, name: str, given: Buffer | Tensor) -> Buffer:
+        if isinstance(given, Buffer):
+            return given
+        if name == "seq_lens":
+            return Buffer(given, Padding.FILL, self.tokens_per_row)
+        return Buffer(given)
 
     def bucket(self, batch_size: int) -> int | None:
         """The size that a batch runs in; None when it runs eagerly."""
@@ -178,9 +164,7 @@ class GraphRunner:
 
     def can_run(self, batch_size: int) -> bool:
         """Whether a batch of this size is replayed."""
-        return (size := self.bucket(batch_size)) is not None and all(
-            self._ready(v, size) for v in self.variants
-        )
+        return self.replays and self.bucket(batch_size) is not None
 
     def agree(self, batch_sizes: Sequence[int]) -> int | None:
         """The size in which several ranks with these batches all replay, or None: then all run
@@ -191,7 +175,7 @@ class GraphRunner:
     @property
     def captured(self) -> list[tuple[str, int]]:
         """``(variant, size)`` of all graphs, those included that are made when they first come."""
-        return [(v, size) for v in self.variants for size in self.sizes if self._ready(v, size)]
+        return [(v, size) for v in self.variants for size in self.sizes if self.replays]
 
     @torch.no_grad()
     def __call__(
@@ -235,38 +219,29 @@ class GraphRunner:
             raise ArgumentError(
                 "variant", variant, f"is not one of {self.variants}; captured: {had}"
             )
-        if self._is_ragged(batch):
+        wanted = tuple(layers) or LAST
+        if self.eager is not None and self._is_ragged(batch):
+            self._loaded = None, 0
             self.stats.ragged += 1
-            return self._run(batch, variant, hidden, tuple(layers))
+            return self.eager(batch, variant, hidden, wanted)
         values, n = self._values(batch, variant)
         if size is not None and (size not in self.sizes or size < n):
             raise ArgumentError("size", size, f"must be one of {self.sizes} that holds {n} rows")
         size = self.bucket(n) if size is None else size
-        if size is not None:
-            self._make(variant, hidden, tuple(layers))
-        if size is None or not self._ready(variant, size):
+        if self.replays and size is not None:
+            self._make(variant, hidden, wanted)
+        if size is None or not self.replays:
+            self._loaded = None, 0
             self.stats["eager"] += 1
-            return self._run(batch, variant, hidden, tuple(layers))
+            if self.eager is not None:
+                return self.eager(batch, variant, hidden, wanted)
+            size = n or 1  # an empty batch needs a row to run on
+            out = self.run_step(self._load(values, size, variant), variant, hidden, wanted)
+            return self._cut(out, n, size)
         with self._range("metadata"):
             inputs = self._load(values, size, variant)
         self._loaded = getattr(batch, "rows", None), size
-        return self._replayed(variant, n, size, inputs, hidden, tuple(layers))
-
-    def _replayed(
-        self,
-        variant: str,
-        n: int,
-        size: int,
-        inputs: dict[str, Tensor],
-        hidden: Hidden = Hidden.NULL,
-        layers: tuple[int, ...] = (),
-    ) -> Any:
-        """Replay a graph on what its inputs hold: the output of its n real rows."""
-        self.stats["replays"] += 1
-        self.stats["padded_rows"] += size - n
-        with self._range(f"{variant} × {size}"):
-            out = self._replay(variant, size, inputs)
-        return self._cut(self._less(out, hidden, layers), n, size)
+        return self._replayed(variant, n, size, inputs, (hidden, wanted))
 
     def again(self, batch: Any, variant: str) -> Any:
         """Run a batch that continues the one before: ``step.move_on`` turns the inputs of that one
@@ -279,43 +254,33 @@ class GraphRunner:
         """
         rows, size = self._loaded
         move_on = getattr(self.step, "move_on", None)
-        if rows is not batch.rows or move_on is None or (variant, size) not in self.captured_now:
+        if rows is not batch.rows or move_on is None or variant in self._waiting:
             return None
-        buffers = {k: b for k, b in self._serving(variant)[0].items() if b.variants}
-        stages = _stages(buffers)
-        for stage in stages:
-            stage.turn()
-        for name, buffer in buffers.items():
-            buffer.load(getattr(batch, name), size)
-        for stage in stages:
-            stage.send()
-        inputs, n = self._views(self._serving(variant)[0], variant, size), rows.shape[0]
+        own, n = self._own[variant], rows.shape[0]
+        own.load({name: getattr(batch, name) for name in own.buffers}, size)
+        inputs = self._inputs[variant].views(size)
         move_on(inputs, n)
         return self._replayed(variant, n, size, inputs)
+
+    def _replayed(
+        self, variant: str, n: int, size: int, inputs: Any, states: Any = (Hidden.NULL, LAST)
+    ) -> Any:
+        """Replay a graph on what its inputs hold: the output of its n real rows."""
+        self.stats["replays"] += 1
+        self.stats["padded_rows"] += size - n
+        with self._range(f"{variant} × {size}"):
+            out = self._replay(variant, size, inputs)
+        return self._cut(self._less(out, *states), n, size)
 
     def _is_ragged(self, batch: Any) -> bool:
         """Whether requests of an engine's batch have other numbers of new tokens than a graph's
         rows, as prompts do."""
-        new_lens = getattr(batch, "new_lens", None)
-        if new_lens is None:
-            return False
-        if not batch.decode or self.tokens_per_row == 1:
+        if self.tokens_per_row == 1:
             return not batch.decode
-        return bool((new_lens != self.tokens_per_row).any())
-
-    def _run(self, batch: Any, variant: str, hidden: Hidden, layers: tuple[int, ...]) -> Any:
-        """Run a batch without a graph: as it is, or on buffers of its own size, made for it where
-        it is too large."""
-        self._loaded = None, 0
-        if self.eager is not None:
-            return self.eager(batch, variant, hidden, layers)
-        values, n = self._values(batch, variant)
-        size = n or (self.sizes or [1])[0]  # an empty batch needs a row to run on
-        out = self.run_step(self._load(values, size, variant), variant, hidden, layers)
-        return self._cut(out, n, size)
+        return bool((batch.new_lens != self.tokens_per_row).any())
 
     def _less(self, out: Any, hidden: Hidden, layers: tuple[int, ...]) -> Any:
-        """Of what a graph returns, the hidden states that are wanted."""
+        """What is wanted out of what a graph returns."""
         if self.hidden is Hidden.NULL:
             return out
         out, states = out
@@ -328,27 +293,22 @@ class GraphRunner:
         return out, states
 
     def views(self, size: int, variant: str | None = None) -> dict[str, Tensor]:
-        """The static buffers as a step of this size sees them: all, or those that a variant
-        reads."""
-        buffers = self.buffers if variant is None else self._serving(variant)[0]
-        return {name: buffer.view(size) for name, buffer in buffers.items()}
+        """The static buffers as a step of this size sees them: all, or a variant's."""
+        inputs = Inputs(self.buffers) if variant is None else self._inputs[variant]
+        return inputs.views(size)
 
     # ---- what a kind of runner brings
 
+    replays = False  # whether there are graphs, or there will be when they are first needed
     outputs_are_static = False  # whether a replay writes its output where the one before did
-
-    def _begin(self) -> None:
-        """Get ready, once what was given is checked."""
-
-    def _ready(self, variant: str, size: int) -> bool:
-        """Whether this graph can be replayed (or made when it is first needed)."""
-        return False
 
     def _make(self, variant: str, hidden: Hidden, layers: tuple[int, ...]) -> None:
         """Make graphs that this call is the first to need."""
-        missing = hidden and not set(layers) <= set(self.layers)
-        if hidden > self.hidden or missing:
-            self.layers = tuple(sorted({*self.layers, *layers}))
+        if not hidden:
+            return
+        known = self.layers if self.hidden else ()
+        if hidden > self.hidden or not set(layers) <= set(known):
+            self.layers = tuple(sorted({*known, *layers}))
             self._capture(max(hidden, self.hidden))
 
     def _replay(self, variant: str, size: int, inputs: dict[str, Tensor]) -> Any:
@@ -359,12 +319,22 @@ class GraphRunner:
         """Make the graphs anew, with these hidden states."""
         raise NotImplementedError
 
+    def _give_up(self, action: str, error: str, remedies: str) -> None:
+        """From now on every step runs eagerly; say why, and what to try."""
+        self.replays = False
+        warnings.warn(
+            f"{action} failed, so every step runs eagerly: {error}\nTry {remedies}; "
+            "(3) graphs=False, which shows whether the step itself fails.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
     # ---- in and out
 
     def _values(self, batch: Any, variant: str) -> tuple[dict[str, Tensor], int]:
         """The batch by buffer name, and its rows."""
         found, rows = {}, None
-        for name, buffer in self._serving(variant)[0].items():
+        for name, buffer in self._inputs[variant].buffers.items():
             value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
             if value is not None:
                 found[name] = value
@@ -381,70 +351,32 @@ class GraphRunner:
         return found, rows or 0
 
     def _load(self, values: Mapping[str, Tensor], size: int, variant: str) -> dict[str, Tensor]:
-        """Write a batch into the buffers (into larger ones where it is too large), pad it, and plan
-        it."""
-        buffers, stages = self._serving(variant)
+        """Write a batch into the buffers, or into larger ones; pad it, and plan it."""
+        inputs = self._inputs[variant]
         if size > self.rows:
-            buffers = {name: buffer.like(size) for name, buffer in buffers.items()}
-            stages = _stages(buffers)
-        for stage in stages:
-            stage.turn()
-        for name, buffer in buffers.items():
-            buffer.load(values.get(name), size)
-        if self.prepare is not None:
-            self.prepare(self._views(buffers, variant, size, on_host=True), size)
-        for stage in stages:
-            stage.send()
-        return self._views(buffers, variant, size)
-
-    def _views(
-        self, buffers: Mapping[str, Buffer], variant: str, size: int, on_host: bool = False
-    ) -> dict[str, Tensor]:
-        """The buffers as a step of this size sees them; on the host their blocks take turns."""
-        side = 0
-        if on_host:
-            side = id(next(iter(buffers.values())).host)
-        key = (variant, size, side)
-        found = self._cached.get(key)
-        if found is None or size > self.rows:
-            found = {name: buffer.view(size, on_host) for name, buffer in buffers.items()}
-            if size <= self.rows:
-                self._cached[key] = found
-        return found
-
-    def _serving(self, variant: str) -> tuple[dict[str, Buffer], list[Stage]]:
-        """The buffers that a variant reads, and their stages; worked out once."""
-        if variant not in self._served:
-            buffers = {
-                name: buffer for name, buffer in self.buffers.items() if buffer.serves(variant)
-            }
-            self._served[variant] = buffers, _stages(buffers)
-        return self._served[variant]
+            inputs = Inputs({name: b.like(size) for name, b in inputs.buffers.items()})
+        return inputs.load(values, size, self.prepare)
 
     def _cut(self, out: Any, n: int, size: int) -> Any:
         """The real rows of an output, in memory that no later call overwrites."""
-        declared = None if self.outputs is None else iter((*self.outputs, "tokens"))
+        counts = None if self.outputs is None else iter((*self.outputs, "tokens"))
+        real = {size: n, size * self.tokens_per_row: n * self.tokens_per_row}
 
         def cut(tensor: Tensor) -> Tensor:
-            length = tensor.shape[0] if tensor.dim() else -1
-            per_row = {size: 1, size * self.tokens_per_row: self.tokens_per_row}.get(length, 0)
-            if declared is not None and next(declared) == "nothing":
-                per_row = 0
-            mine = tensor[: n * per_row] if per_row else tensor
-            static = self.owned and (self.outputs_are_static or self._is_static(tensor))
-            return mine.clone() if static else mine
+            mine, counted = tensor, counts is None or next(counts) != "nothing"
+            if counted and tensor.dim() and tensor.shape[0] in real:
+                mine = tensor[: real[tensor.shape[0]]]
+            if self.owned and (self.outputs_are_static or self._is_static(tensor)):
+                return mine.clone()
+            return mine
 
-        return cut(out) if isinstance(out, Tensor) else tree_map_only(Tensor, cut, out)
+        return tree_map_only(Tensor, cut, out) if not isinstance(out, Tensor) else cut(out)
 
     def _is_static(self, tensor: Tensor) -> bool:
         """Whether it lies in the memory of a buffer or of the state."""
         at = tensor.untyped_storage().data_ptr()
         static = (*(buffer.tensor for buffer in self.buffers.values()), *self.state.values())
         return any(t.untyped_storage().data_ptr() == at for t in static)
-
-
-def _stages(buffers: Mapping[str, Buffer]) -> list[Stage]:
-    return list({id(b.stage): b.stage for b in buffers.values() if b.stage is not None}.values())
 
 
 def _eagerly(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -457,10 +389,12 @@ def _eagerly(step: Callable[..., Any]) -> Callable[..., Any]:
         inputs: Mapping[str, Tensor],
         variant: str,
         hidden: Hidden = Hidden.NULL,
-        layers: tuple[int, ...] = (),
+        layers: tuple[int, ...] = LAST,
     ) -> Any:
         if not hidden:
             return step(inputs, variant)
-        return step(inputs, variant, hidden, layers) if layers else step(inputs, variant, hidden)
+        if layers == LAST:
+            return step(inputs, variant, hidden)
+        return step(inputs, variant, hidden, layers)
 
     return run_step

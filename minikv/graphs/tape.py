@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minikv.device import memory_facts
 from minikv.errors import StateError
 
 
@@ -58,7 +57,7 @@ class TapeRecorder:
     """What :class:`~minikv.graphs.cuda.CudaRecorder` is on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        pass
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
         """Run without recording."""
@@ -70,10 +69,6 @@ class TapeRecorder:
         with Tape() as tape:
             out = run()
         return tape, out
-
-    def free(self) -> int:
-        """Free bytes of the machine."""
-        return memory_facts(self.device).free
 
     def held(self) -> int:
         """Bytes that recordings hold: not known for tapes."""

@@ -9,10 +9,21 @@ import warnings
 import pytest
 import torch
 from torch import Tensor
-from worlds import double, runner_of
+from torch._inductor import compile_fx as inductor
+from worlds import double, give_graphs, runner_of
 
+from minikv import LLM, SamplingParams
+from minikv.engine.sampling import VARIANTS
 from minikv.errors import ArgumentError, StateError
-from minikv.graphs import Buffer, CudaGraphRunner, Hidden, Padding, cuda, rule, staged
+from minikv.graphs import (
+    Buffer,
+    CudaGraphRunner,
+    GraphRunner,
+    Hidden,
+    Padding,
+    rule,
+    staged,
+)  # fmt: skip
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -85,6 +96,71 @@ def test_b89_outputs_are_the_callers_own(device) -> None:
             assert out["pair"][1] == 7
 
 
+def four_numbers(inputs: dict[str, Tensor], variant: str) -> dict[str, Tensor]:
+    """Rows, and as many numbers as rows that count something else."""
+    return {"rows": inputs["x"] * 2, "sums": inputs["x"].new_ones(4)}
+
+
+@pytest.mark.parametrize("sizes", [[4], []], ids=["replayed", "eager"])
+@on_devices
+def test_p05_an_output_that_is_no_rows_comes_back_whole(device, sizes) -> None:
+    outputs = ("requests", "nothing")
+    r = runner_of(four_numbers, 4, sizes, device=device, outputs=outputs)
+    guessed = runner_of(four_numbers, 4, [4], device=device)
+    for n in (4, 3, 1):
+        out = r({"x": torch.ones(n, 3)})
+        assert (out["rows"].shape, out["sums"].tolist()) == ((n, 3), [1.0] * 4)
+        assert guessed({"x": torch.ones(n, 3)})["sums"].shape == (n,)
+
+
+def engine(way: str) -> LLM:
+    llm = LLM(
+        "tiny", device="cuda" if way == "graph" else "cpu", graphs=way in ("compiled", "graph"),
+        kv_tokens=1024, page_size=4, max_requests=4, chunk_tokens=16, progress=False,
+    )  # fmt: skip
+    if way == "tape":
+        give_graphs(llm, [1, 2, 4])
+    return llm
+
+
+EVERY_ENGINE = pytest.mark.parametrize(
+    "way", ["eager", "compiled", "tape", pytest.param("graph", marks=pytest.mark.gpu)]
+)
+
+
+@EVERY_ENGINE
+def test_p04_every_engines_runner_has_the_same_members_and_counters(way) -> None:
+    r = engine(way).runner
+    assert isinstance(r, GraphRunner)
+    assert r.can_run(1) is (way != "eager")
+    assert (r.bucket(1), r.agree([1, 0])) == ((None, None) if way == "eager" else (1, 1))
+    assert not r.can_run(5)
+    assert r.variants == VARIANTS
+    assert {size for _, size in r.captured} == set(r.sizes)
+    assert r.views(2)["token_ids"].shape == (2,)
+    assert r.hidden is Hidden.NULL
+    assert list(r.stats) == ["replays", "eager", "captures", "padded_rows", "graph_bytes"]
+    assert (r.stats.replays, r.stats.eager, r.stats.padded_rows, r.stats.ragged) == (0, 0, 0, 0)
+    with pytest.raises(AttributeError, match="spilled"):
+        _ = r.stats.spilled
+    with pytest.raises(ArgumentError, match="variant"):
+        r(None, "beam")
+
+
+@EVERY_ENGINE
+def test_ragged_counts_prompts_and_eager_only_decode_steps(way, monkeypatch) -> None:
+    plain = lambda graph, inputs, config_patches: graph.forward  # noqa: E731
+    monkeypatch.setattr(inductor, "compile_fx", plain)
+    llm, seen = engine(way), []
+    start = llm.loop._start
+    monkeypatch.setattr(llm.loop, "_start", lambda batch: seen.append(batch) or start(batch))
+    llm.generate([[1] * 40, [2] * 3], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+    kinds, stats = [batch.decode for batch in seen if batch], llm.runner.stats
+    assert stats.ragged == kinds.count(False) == 3
+    decodes = kinds.count(True)
+    assert (stats.eager, stats.replays) == ((decodes, 0) if way == "eager" else (0, decodes))
+
+
 def test_plain_tensors_pad_by_name() -> None:
     lens = torch.zeros(4, dtype=torch.int64)
     r = CudaGraphRunner(
@@ -143,41 +219,6 @@ def test_a_batch_that_ran_eagerly_in_inference_mode_does_not_hinder_a_later_capt
             batch = {name: torch.randn(n, dtype=b.tensor.dtype) for name, b in made.items()}
             torch.testing.assert_close(r(batch, "plus").cpu(), batch["x"] + batch["y"] + batch["z"])
     assert (r.stats.eager, r.stats.replays, r.stats.captures) == (2, 2, 2)
-
-
-@on_devices
-def test_hidden_states_are_captured_when_first_asked_for(device) -> None:
-    modes = []
-
-    def step(inputs, variant, hidden=Hidden.NULL):
-        modes.append(hidden)
-        states = inputs["x"] * 10  # [size * 2, 3]
-        out = states.view(-1, 2, 3).sum((1, 2))
-        return {Hidden.NULL: out, Hidden.LAST: (out, states[1::2]), Hidden.FULL: (out, states)}[
-            hidden
-        ]
-
-    x = Buffer(torch.zeros(8, 3, device=device), per_row=2)
-    r = CudaGraphRunner(step, {"x": x}, [2, 4], tokens_per_row=2, progress=False)
-    data = torch.arange(18.0).view(6, 3)
-    want = (data * 10).view(3, 2, 3).sum((1, 2))
-    assert torch.equal(r({"x": data}).cpu(), want)
-    assert (r.stats.captures, set(modes)) == (2, {Hidden.NULL})
-    out, states = r({"x": data}, hidden=Hidden.LAST)
-    assert torch.equal(out.cpu(), want)
-    assert torch.equal(states.cpu(), data[1::2] * 10)
-    assert r.stats.captures == 4
-    _, states = r({"x": data}, hidden=Hidden.FULL)
-    assert torch.equal(states.cpu(), data * 10)
-    assert r.stats.captures == 6
-    _, states = r({"x": data}, hidden=Hidden.LAST)
-    assert torch.equal(states.cpu(), data[1::2] * 10)
-    assert torch.equal(r({"x": data}).cpu(), want)
-    assert r.stats.captures == 6, "more was captured than is asked for: it serves"
-    big = torch.arange(30.0).view(10, 3)
-    _, states = r({"x": big}, hidden=Hidden.LAST)
-    assert torch.equal(states.cpu(), big[1::2] * 10)
-    assert r.stats.eager == 1
 
 
 @on_devices
@@ -289,70 +330,6 @@ def test_debug_names_the_input_that_moved(device) -> None:
     r.buffers["x"].tensor = torch.zeros(4, 3, device=device)
     with pytest.raises(StateError, match="'x'"):
         r({"x": x})
-
-
-@on_devices
-def test_large_outputs_share_the_largest_graphs_memory(device, monkeypatch) -> None:
-    monkeypatch.setattr(cuda, "SHARED_BYTES", 1)
-    r = runner_of(
-        lambda i, v: (7, i["x"] * 2, i["x"].sum(1), i["x"], torch.ones(5, device=i["x"].device)), 4, [1, 2, 4],
-        device=device,
-    )  # fmt: skip
-    places = {tuple(t.data_ptr() for t in out[1:]) for _, out in r.graphs.values()}
-    assert len(places) == 1
-    for n in (4, 1, 3, 2):
-        x = torch.randn(n, 3)
-        number, *got = r({"x": x})
-        assert number == 7
-        for t, want in zip(got, (x * 2, x.sum(1), x, torch.ones(5)), strict=True):
-            torch.testing.assert_close(t.cpu(), want)
-
-
-@pytest.mark.gpu
-def test_b88_graph_memory_is_little_more_than_the_largest_needs() -> None:
-    def step(inputs, variant):
-        x = inputs["x"].repeat(1, 1 << 18)  # 3 MiB of temporaries a row
-        return (x.cos() + x.sin()).sum(1)
-
-    def held(sizes: list[int]) -> int:
-        r = runner_of(step, 64, sizes, device="cuda")
-        assert r.stats.captures == len(sizes)
-        return r.stats.graph_bytes
-
-    sizes = list(range(1, 65))
-    alone, descending = held([64]), held(sizes)
-
-    class Ascending(list):
-        def __getitem__(self, at):
-            return list(self) if at == slice(None, None, -1) else super().__getitem__(at)
-
-    class Backwards(CudaGraphRunner):
-        def _capture(self, hidden):
-            self.sizes = Ascending(self.sizes)
-            super()._capture(hidden)
-
-    ascending = runner_of(step, 64, sizes, Backwards, device="cuda").stats.graph_bytes
-    print(
-        f"largest alone {alone >> 20} MiB, descending {descending >> 20}, ascending {ascending >> 20}"
-    )
-    assert alone <= descending <= 1.2 * alone + (32 << 20)
-    assert ascending > 2 * descending
-
-
-@pytest.mark.gpu
-def test_runners_of_a_device_share_one_pool() -> None:
-    a, b = (runner_of(double, 4, [1, 4], device="cuda") for _ in range(2))
-    pool, living = cuda._pools[torch.cuda.current_device()]
-    assert len(living) == 4
-    assert {g.pool() for r in (a, b) for g, _ in r.graphs.values()} == {pool}
-    x, y = torch.randn(3, 3), torch.randn(2, 3)
-    first, second = a({"x": x}), b({"x": y})
-    assert torch.equal(first.cpu(), x * 2)
-    assert torch.equal(second.cpu(), y * 2)
-    del a, b
-    gc.collect()
-    again = runner_of(double, 4, [4], device="cuda")
-    assert torch.equal(again({"x": x}).cpu(), x * 2)
 
 
 @pytest.mark.gpu
