@@ -120,6 +120,8 @@ def examine() -> Report:
             lacks.append(Lack(package, "the notebooks cannot run", INSTALL))
     dot = dot_program()
     facts["dot"] = dot or "not found"
+    if dot is not None and Path(dot).stem == "graphviz-pure":
+        facts["dot"] = "graphviz-pure, from the wheel"
     if dot is None:
         lacks.append(Lack("dot", "graphs are drawn as text", "pip install graphviz-pure"))
     model = model_status()

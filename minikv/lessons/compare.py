@@ -57,3 +57,33 @@ def _differ(expected: Any, got: Any, tolerance: float, where: str) -> str | None
             f"{where} is a {type(got).__name__} ({got!r:.60}), expected a {type(expected).__name__}"
         )
     return None if expected == got else f"{where} is {got!r:.80}, expected {expected!r:.80}"
+
+
+def judge_walk(_: Any, expected: Any, got: Any) -> str | None:
+    """The verdict on an exercise that walks: pairs (slots, free) of each step."""
+    for step, (want, have) in enumerate(zip(expected, got, strict=False), start=1):
+        if list(want) != list(have):
+            return f"step {step}: returned (slots, free) = {tuple(have)}, expected {tuple(want)}"
+    if len(expected) != len(got):
+        return f"stopped after {len(got)} steps, expected {len(expected)}"
+    return None
+
+
+def judge_pair(_: Any, expected: Any, got: Any) -> str | None:
+    """The verdict on a pair (slots, free pages left)."""
+    if not isinstance(got, tuple | list) or len(got) != 2:
+        return f"returned {got!r:.80}; return the pair (slots, free pages left)"
+    slots, left = got
+    if expected[0] is None or slots is None:
+        if (expected[0] is None) != (slots is None):
+            right = (
+                "there are too few pages, so slots must be None"
+                if expected[0] is None
+                else "there are pages enough"
+            )
+            return f"slots = {slots}: {right}"
+    elif list(slots) != list(expected[0]):
+        return f"slots = {list(slots)}, expected {list(expected[0])}"
+    if list(left) != list(expected[1]):
+        return f"free pages left = {list(left)}, expected {list(expected[1])}"
+    return None

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from minikv.lessons.compare import judge_pair, judge_walk
 from minikv.lessons.engine import Case, Exercise
 from minikv.lessons.states import alloc_state, page_state
 from minikv.viz.style import Drawing
 
-# ---------------------------------------------------------------------------------------------- oracles, token by token
+# ------------------------------------------------------------------------- oracles, token by token
 
 
 def _extend_oracle(
@@ -70,35 +71,7 @@ def _decode_walk(
     return results
 
 
-def _judge_walk(case: Case, expected: Any, got: Any) -> str | None:
-    for step, (want, have) in enumerate(zip(expected, got, strict=False), start=1):
-        if list(want) != list(have):
-            return f"step {step}: returned (slots, free) = {tuple(have)}, expected {tuple(want)}"
-    if len(expected) != len(got):
-        return f"stopped after {len(got)} steps, expected {len(expected)}"
-    return None
-
-
-def _judge_pair(case: Case, expected: Any, got: Any) -> str | None:
-    if not isinstance(got, tuple | list) or len(got) != 2:
-        return f"returned {got!r:.80}; return the pair (slots, free pages left)"
-    slots, left = got
-    if expected[0] is None or slots is None:
-        if (expected[0] is None) != (slots is None):
-            right = (
-                "there are too few pages, so slots must be None"
-                if expected[0] is None
-                else "there are pages enough"
-            )
-            return f"slots = {slots}: {right}"
-    elif list(slots) != list(expected[0]):
-        return f"slots = {list(slots)}, expected {list(expected[0])}"
-    if list(left) != list(expected[1]):
-        return f"free pages left = {list(left)}, expected {list(expected[1])}"
-    return None
-
-
-# ------------------------------------------------------------------------------------------------------ alloc_extend
+# ------------------------------------------------------------------------------------ alloc_extend
 
 
 def _request(prefix: int, page: int, page_size: int) -> int:
@@ -176,7 +149,7 @@ ALLOC_EXTEND = Exercise(
     grid=_extend_grid,
     random=_extend_random,
     oracle=_extend_oracle,
-    judge=_judge_pair,
+    judge=judge_pair,
     picture=_extend_picture,
     parts=[("slots", "free pages left")],
     hints=(
@@ -187,7 +160,7 @@ ALLOC_EXTEND = Exercise(
     ),
 )
 
-# ------------------------------------------------------------------------------------------------------ alloc_decode
+# ------------------------------------------------------------------------------------ alloc_decode
 
 
 def _decode_grid() -> Iterator[Case]:
@@ -253,7 +226,7 @@ ALLOC_DECODE = Exercise(
     random=_decode_random,
     oracle=_decode_walk_oracle,
     run=_decode_walk,
-    judge=_judge_walk,
+    judge=judge_walk,
     picture=_decode_picture,
     parts=[[f"step {i}:" for i in range(1, 12)], ("slots", "free pages left")],
     hints=(
@@ -263,7 +236,7 @@ ALLOC_DECODE = Exercise(
     ),
 )
 
-# -------------------------------------------------------------------------------------------------- slots and back
+# ---------------------------------------------------------------------------------- slots and back
 
 
 def _slots_oracle(pages: list[int], length: int, page_size: int) -> list[int]:
@@ -360,7 +333,7 @@ POSITION_OF = Exercise(
     ),
 )
 
-# ---------------------------------------------------------------------------------------------- choose a page size
+# ------------------------------------------------------------------------------ choose a page size
 
 
 def _choose_oracle(lengths: list[int], sizes: list[int], token_bytes: int, entry_bytes: int) -> int:
