@@ -153,9 +153,14 @@ def continued(last: Batch, table: Any) -> Batch:
     """The decode step of the same requests one token further, in the pages that they have."""
     lens = last.seq_lens + 1
     table.note(last.rows, lens)
-    new = {"positions": last.seq_lens, "prefix_lens": last.seq_lens, "seq_lens": lens}
-    newest = torch.full_like(last.rows, -1)
-    return Batch(**vars(last) | new | {"token_ids": newest, "continues": last.continues + 1})
+    new: dict[str, Any] = {
+        "token_ids": torch.full_like(last.rows, -1),
+        "positions": last.seq_lens,
+        "prefix_lens": last.seq_lens,
+        "seq_lens": lens,
+        "continues": last.continues + 1,
+    }
+    return Batch(**vars(last) | new)
 
 
 def settle(batch: Batch, table: Any) -> None:

@@ -33,7 +33,9 @@ def cache_unfinished(cache: RadixCache, request: Any) -> None:
     ArgumentError, StateError
         For a request that cannot be stored or ended, before anything is changed.
     """
-    table, node, known = cache.table, request.node, request.protected_len
+    table = cache.table
+    node = request.node
+    known = request.protected_len
     for name in ("computed", "protected_len"):
         value = getattr(request, name)
         if value < 0 or (table is not None and value > table.max_context):
