@@ -7,32 +7,13 @@ Read in this order: ``reference.py`` says what is computed, ``api.py`` how it is
 choose how the work is cut, ``slot_lists.py`` makes the lists, and a model calls ``backend.py``.
 """
 
-from __future__ import annotations
+from minikv.attention.api import decode_attention, extend_attention, extend_attention_unified
+from minikv.attention.backend import AttentionBackend, LayerAttention, StepInputs
+from minikv.attention.merge import merge_states
+from minikv.attention.plan import AttentionPlan
+from minikv.attention.reference import reference_attention
+from minikv.attention.slot_lists import build_kv_indices, build_unified_kv_indices
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from minikv.attention.api import decode_attention, extend_attention, extend_attention_unified
-    from minikv.attention.backend import AttentionBackend, LayerAttention, StepInputs
-    from minikv.attention.merge import merge_states
-    from minikv.attention.plan import AttentionPlan
-    from minikv.attention.reference import reference_attention
-    from minikv.attention.slot_lists import build_kv_indices, build_unified_kv_indices
-
-_HOME = {
-    "AttentionBackend": "backend",
-    "AttentionPlan": "plan",
-    "LayerAttention": "backend",
-    "StepInputs": "backend",
-    "build_kv_indices": "slot_lists",
-    "build_unified_kv_indices": "slot_lists",
-    "decode_attention": "api",
-    "extend_attention": "api",
-    "extend_attention_unified": "api",
-    "merge_states": "merge",
-    "reference_attention": "reference",
-}
 __all__ = [  # noqa: RUF022 - in the order a reader meets them
     "reference_attention",
     "extend_attention",
@@ -46,13 +27,3 @@ __all__ = [  # noqa: RUF022 - in the order a reader meets them
     "LayerAttention",
     "StepInputs",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"minikv.attention.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'minikv.attention' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
