@@ -76,47 +76,47 @@ def _of_sizes(cache: RadixCache, nodes: list[Node]) -> Iterable[str]:
 
 
 def _of_slots(cache: RadixCache, nodes: list[Node], owned: Iterable[Any]) -> Iterable[str]:
+    size, allocator = cache.page_size, cache.allocator
     holder: dict[int, Node] = {}
     for node in nodes:
-        for slot in node.slots.tolist():
-            if slot in holder:
-                yield f"slot {slot} is in {holder[slot]} and in {node}"
-            holder[slot] = node
-    if cache.allocator is not None:
-        yield from _of_pages(cache, cache.allocator, nodes, owned)
+        for page in node.slots.reshape(-1, size).tolist():
+            for slot in page:
+                if slot in holder:
+                    yield f"slot {slot} is in {holder[slot]} and in {node}"
+                holder[slot] = node
+            if allocator is None:
+                continue
+            if page[0] % size or page != list(range(page[0], page[0] + size)):
+                yield f"{node}: slots {page} are not one page"
+            if not size <= page[0] < (allocator.num_pages + 1) * size:
+                yield f"{node}: slot {page[0]} is outside the allocator's pages"
+    if allocator is not None:
+        yield from _of_pages(cache, allocator, holder, owned)
 
 
 def _of_pages(
-    cache: RadixCache, allocator: PagedAllocator, nodes: list[Node], owned: Iterable[Any]
+    cache: RadixCache, allocator: PagedAllocator, holder: dict[int, Node], owned: Iterable[Any]
 ) -> Iterable[str]:
+    """Each page has one use; `holder` says in which node a cached slot is."""
     size = cache.page_size
-    pool = range(size, (allocator.num_pages + 1) * size)
-    cached: dict[int, Node] = {}
-    for node in nodes:
-        for page in node.slots.reshape(-1, size).tolist():
-            cached[page[0] // size] = node
-            if page[0] % size or page != list(range(page[0], page[0] + size)):
-                yield f"{node}: slots {page} are not one page"
-            if page[0] not in pool:
-                yield f"{node}: slot {page[0]} is outside the allocator's pages"
     parts = [owned] if isinstance(owned, torch.Tensor | np.ndarray) else owned
     mine = [slot for part in parts for slot in torch.as_tensor(part).reshape(-1).tolist()]
     for slot in mine:
-        if slot not in pool:
+        if not size <= slot < (allocator.num_pages + 1) * size:
             yield f"owned slot {slot} is outside the allocator's pages"
     by_use = {
-        "cached": cached,
+        "cached": {slot // size for slot in holder},
         "owned by a request": {slot // size for slot in mine},
         "free": set(allocator.free_pages.tolist()),
     }
-    table = cache.table
-    rows_taken = table is not None and table.available_size() < table.max_requests
+    rows_taken = cache.table is not None and cache.table.available_size() < cache.table.max_requests
     idle = cache.root.lock_count == 1 and not rows_taken
     all_known = idle or not (isinstance(owned, tuple) and not owned)
     for page in range(1, allocator.num_pages + 1):
         uses = [use for use, pages in by_use.items() if page in pages]
         if len(uses) > 1:
-            where = f", in {cached[page]}" if page in cached else ""
+            node = holder.get(page * size)
+            where = "" if node is None else f", in {node}"
             yield f"slot {page * size} (page {page}) is both {' and '.join(uses)}{where}"
         if not uses and all_known:
             lost = "neither free nor cached nor owned by a request"

@@ -118,20 +118,16 @@ def apply(cache: RadixCache, event: Event) -> None:
         cache.remove(node)
     elif event.kind == "reset":
         cache.reset()
-    elif event.kind == "lock":
-        cache.lock(node)
-    else:
-        cache.unlock(node)
+    else:  # "lock" or "unlock"
+        getattr(cache, event.kind)(node)
 
 
 def copy_tree(cache: RadixCache) -> RadixCache:
     """The same tree on the CPU, without allocator and table; both go on alike."""
     copy = type(cache)(cache.page_size, eviction=cache.eviction, disable=cache.disable)
-    copy.clock = cache.clock
-    copy.fresh_page = cache.fresh_page
+    for name in ("clock", "fresh_page", "evictable_size", "protected_size"):
+        setattr(copy, name, getattr(cache, name))
     copy.stats = replace(cache.stats)
-    copy.evictable_size = cache.evictable_size
-    copy.protected_size = cache.protected_size
     copy.root.lock_count = cache.root.lock_count
     twins = {cache.root.id: copy.root}
     for node in (cache.root, *cache.nodes()):
