@@ -20,8 +20,6 @@ from minikv.attention.softmax import (
     nothing_seen,
     online_softmax,
     row_factor,
-    start_dependent,
-    wait_if_early,
 )
 from minikv.attention.tiles import (
     decode_tiles_of,
@@ -29,6 +27,7 @@ from minikv.attention.tiles import (
     processors_of,
     values_in_keys,
 )
+from minikv.kernels.dependent import let_next_start, wait_for_previous
 from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 
@@ -167,12 +166,14 @@ def decode_kernel(
     grid runs over KV heads fastest: programs that read neighbouring bytes of the same slots run
     together.
     """
-    start_dependent(DEPENDENT, EARLY)
+    # What an early program reads before its second wait is older than the kernel before this one.
+    let_next_start(DEPENDENT and EARLY)
+    wait_for_previous(DEPENDENT and not EARLY)
     request, kv_start, length, low, high, place, idle = read_item(
         items, kv_indptr, num_splits, tl.program_id(1), BLOCK_N
     )
     if idle:
-        wait_if_early(DEPENDENT, EARLY)
+        wait_for_previous(DEPENDENT and EARLY)
         return
     position = length - 1
     seen_from = low
@@ -198,7 +199,7 @@ def decode_kernel(
         mask=kv_pos < kv_pos + high - low,
         other=0,
     )
-    wait_if_early(DEPENDENT, EARLY)
+    wait_for_previous(DEPENDENT and EARLY)
     q_rows = request.to(tl.int64) * stride_qb + heads * stride_qh
     q_tile, q_tail = load_queries(q, q_rows, live_heads, D, BLOCK_D, BLOCK_TAIL)
     q_pos = tl.zeros([BLOCK_H], tl.int32) + position
@@ -228,8 +229,7 @@ def decode_kernel(
             v = load_rows(vc, row * STRIDE_V, v_columns, None, DV, BLOCK_DV).to(q_tile.dtype)
         acc = tl.dot(p.to(q_tile.dtype), v, acc * alpha[:, None], input_precision="ieee")
         slot = next_slot
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
+    let_next_start(DEPENDENT)
 
     inside = live_heads[:, None] & (v_columns[None, :] < DV)
     if place < 0:

@@ -15,10 +15,9 @@ from minikv.attention.softmax import (
     log_sum_exp,
     normaliser,
     online_softmax,
-    start_dependent,
-    wait_if_early,
 )
 from minikv.attention.tiles import power_of_two
+from minikv.kernels.dependent import let_next_start, wait_for_previous
 from minikv.kernels.launch import launch
 from minikv.kernels.triton import tl, triton
 
@@ -128,7 +127,9 @@ def merge_kernel(
     ``o = sum_s 2^w_s o_s / (sum_s 2^w_s + 2^sink)``, w_s the parts' log-sum-exp to base 2. Parts
     without keys are not counted, or have ``w_s = -inf`` and ``o_s = 0``.
     """
-    start_dependent(DEPENDENT, EARLY)
+    # What an early program reads before its second wait is older than the kernel before this one.
+    let_next_start(DEPENDENT and EARLY)
+    wait_for_previous(DEPENDENT and not EARLY)
     head = tl.program_id(0)
     entry = tl.program_id(1)
     row = entry
@@ -141,7 +142,7 @@ def merge_kernel(
     elif kv_indptr is not None:
         length = (tl.load(kv_indptr + entry + 1) - tl.load(kv_indptr + entry)).to(tl.int32)
         count = tl.cdiv(length, tl.maximum(part_size(length, num_splits, BLOCK_N), 1))
-    wait_if_early(DEPENDENT, EARLY)
+    wait_for_previous(DEPENDENT and EARLY)
     if count < 2:
         return
     columns = tl.arange(0, BLOCK_DV)

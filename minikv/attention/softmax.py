@@ -189,24 +189,3 @@ def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     return tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), m_i, l_i
-
-
-# ---- dependent launch: a kernel may start before the one before it has ended (sm90 and newer)
-
-
-@triton.jit
-def start_dependent(DEPENDENT: tl.constexpr, EARLY: tl.constexpr):
-    """The first line of a kernel that is launched with ``dependent=True``: wait for the kernel
-    before it. With EARLY do not wait yet, and let the kernel after it come up meanwhile: what the
-    program reads before `wait_if_early` must be older than the kernel before it."""
-    if DEPENDENT and EARLY:
-        tl.extra.cuda.gdc_launch_dependents()  # type: ignore
-    elif DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # type: ignore
-
-
-@triton.jit
-def wait_if_early(DEPENDENT: tl.constexpr, EARLY: tl.constexpr):
-    """Wait for the kernel before this one, if `start_dependent` has not."""
-    if DEPENDENT and EARLY:
-        tl.extra.cuda.gdc_wait()  # type: ignore
