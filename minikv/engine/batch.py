@@ -69,11 +69,6 @@ class Batch:
         """New tokens in this step."""
         return self.token_ids.numel()
 
-    @property
-    def kind(self) -> str:
-        """``"decode"`` or ``"extend"``, for events and pictures."""
-        return "decode" if self.decode else "extend"
-
 
 def make_batch(
     spans: Sequence[Span],
@@ -108,7 +103,7 @@ def make_batch(
         rows = torch.tensor([r.row for r in requests])
         prefix_lens = torch.tensor([start for _, start, _ in spans])
         last_slots = table.last_slots(rows, prefix_lens)
-    token_ids = np.concatenate([r.tokens(start, end) for r, start, end in spans])
+    token_ids = np.concatenate([r.tokens[start:end] for r, start, end in spans])
     if token_ids.size == len(spans):
         new_lens = torch.ones_like(prefix_lens)
         seq_lens, positions = prefix_lens + 1, prefix_lens
@@ -131,9 +126,9 @@ def make_batch(
         sampled, logits_at = [], []
         for r, start, end in spans:
             behind += end - start
-            if end >= r.end:
+            if end >= r.length:
                 sampled.append(r)
-                logits_at += range(behind - 1 - r.drafts, behind)
+                logits_at += range(behind - 1 - end + r.length, behind)
     return Batch(
         requests=requests,
         token_ids=torch.from_numpy(token_ids),

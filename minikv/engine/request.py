@@ -110,8 +110,8 @@ class Delta:
 class Request:
     """One prompt on its way to an output.
 
-    The tokens of prompt and output lie in one int64 array that is allocated once; `token_ids` is a
-    view of its used part, and -1 stands where no token is known yet. `computed` tokens have K/V in
+    The tokens of prompt and output lie in `tokens`, one int64 array that is allocated once; drafts
+    follow them, then -1. `token_ids` is a view of its known part. `computed` tokens have K/V in
     the pool, through table line `row`; the first `protected_len` of them are owned by the prefix
     tree, whose node `node` is locked for this request.
 
@@ -147,8 +147,8 @@ class Request:
         self.id, self.params, self.stop_ids = id, params, stop_ids
         self.prompt_len = self.length = len(prompt)
         self.capacity = max(self.length, min(self.length + params.max_tokens, max_length))
-        self._tokens = np.full(self.capacity, -1, np.int64)
-        self._tokens[: self.length] = prompt
+        self.tokens = np.full(self.capacity, -1, np.int64)
+        self.tokens[: self.length] = prompt
         self.drafts = 0  # tokens after the last one that are guesses, to be verified by a step
         self.state = State.WAITING
         self.computed, self.row, self.node, self.protected_len = 0, 0, None, 0
@@ -175,38 +175,28 @@ class Request:
     @property
     def token_ids(self) -> np.ndarray:
         """Prompt and output so far, int64 `[length]`; a view."""
-        return self._tokens[: self.length]
+        return self.tokens[: self.length]
 
     @property
     def output_ids(self) -> np.ndarray:
         """Output so far, int64; a view."""
-        return self._tokens[self.prompt_len : self.length]
-
-    @property
-    def end(self) -> int:
-        """Tokens so far, drafts included."""
-        return self.length + self.drafts
+        return self.tokens[self.prompt_len : self.length]
 
     @property
     def last_token(self) -> int:
         """The newest token, which has no K/V yet while the request is running."""
-        return int(self._tokens[self.length - 1])
-
-    def tokens(self, start: int, end: int) -> np.ndarray:
-        """Tokens `start` to `end - 1`, int64; drafts follow the output, and after them comes -1."""
-        return self._tokens[start:end]
+        return int(self.tokens[self.length - 1])
 
     def draft(self, tokens: Sequence[int]) -> None:
         """Guess the tokens after the last one; the next step computes them all. Those that could
         not be kept anyway are left out."""
         self.drafts = max(0, min(len(tokens), self.capacity - self.length - 1))
-        self._tokens[self.length : self.length + self.drafts] = tokens[: self.drafts]
+        self.tokens[self.length : self.length + self.drafts] = tokens[: self.drafts]
 
     def drop_drafts(self) -> None:
         """Forget the guesses that were not verified."""
-        if self.drafts:
-            self._tokens[self.length : self.end] = -1
-            self.drafts = 0
+        self.tokens[self.length : self.length + self.drafts] = -1
+        self.drafts = 0
 
     def extend(self, tokens: Iterable[int]) -> str | None:
         """Add the tokens that a step chose, up to the first that ends the output.
@@ -221,40 +211,34 @@ class Request:
         str or None
             ``"stop"``, ``"length"`` or ``"error"`` (`error` says which) when the output ended.
         """
-        self.drop_drafts()
-        now = time.perf_counter()
-        timing = self.timing
+        if self.drafts:
+            self.drop_drafts()
+        timing, now = self.timing, time.perf_counter()
         reason = None
         for token in tokens:
             if token < 0:
                 self.cache = False  # K/V behind broken logits must not be shared
                 reason, self.error = "error", BROKEN
                 break
-            self._tokens[self.length] = token
+            self.tokens[self.length] = token
             self.length += 1
             timing.tokens += 1
             timing.first_token = timing.first_token or now
             timing.last_token = now
-            reason = self._end_of(token)
+            if self.grammar is not None and self.grammar.accept(token):
+                self.error = self.grammar.error
+                reason = "stop" if self.error is None else "error"
+            elif token in self.stop_ids:
+                reason = "stop"
+            elif self.length == self.capacity:
+                reason = "length"
+            if self.params.stop or self.sink is not None:
+                self._read_text(reason)
+                if self._text.stopped:
+                    reason = "stop"
             if reason is not None:
                 break
         self.computed = min(self.computed, self.length - 1)  # the last token has no K/V
-        return reason
-
-    def _end_of(self, token: int) -> str | None:
-        """How the newest token ends the output, if it does."""
-        reason = None
-        if self.grammar is not None and self.grammar.accept(token):
-            self.error = self.grammar.error
-            reason = "stop" if self.error is None else "error"
-        elif token in self.stop_ids:
-            reason = "stop"
-        elif self.length == self.capacity:
-            reason = "length"
-        if self.params.stop or self.sink is not None:
-            self._read_text(reason)
-            if self._text.stopped:
-                return "stop"
         return reason
 
     def _read_text(self, reason: str | None) -> None:
@@ -283,7 +267,7 @@ class Request:
             self.finish_reason, self.error = "error", f"{type(e).__name__}: {e}"
         return Output(
             id=self.id,
-            prompt_token_ids=self._tokens[: self.prompt_len].tolist(),
+            prompt_token_ids=self.tokens[: self.prompt_len].tolist(),
             text=self._text.text,
             token_ids=self.output_ids.tolist(),
             cached_tokens=self.cached_tokens or 0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from minikv.engine.batch import Batch, Span, make_batch
@@ -142,7 +142,8 @@ class Scheduler:
         else:
             holders = self.running if request.state is State.RUNNING else self.prefilling
             holders.remove(request)
-            request.drop_drafts()
+            if request.drafts:
+                request.drop_drafts()
             self.cache.cache_finished(request)
             request.computed, request.probe = 0, None
         request.state = state
@@ -152,21 +153,18 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """What to run now, with rows and slots assigned; None when every request is done."""
         while self.has_work:
-            if self.mixed:
-                self._make_decode_room()
-            chunks = self._plan_chunks()
+            decodes = self._next_tokens() if self.mixed else []
+            chunks = self._plan_chunks(decodes)
             if chunks:
-                spans = chunks + self._next_tokens() if self.mixed else chunks
-                self.make_room(sum(self._new(start, end) for _, start, end in spans))
-                return make_batch(spans, self.allocator, self.table)
+                self.make_room(chunks + decodes)
+                return make_batch(chunks + decodes, self.allocator, self.table)
             if self.running:
-                self._make_decode_room()
-                if self.running:
-                    spans = self._next_tokens()
-                    return make_batch(spans, self.allocator, self.table, self._last, self.moves_on)
-            elif self.waiting or self.prefilling:  # no request runs that will give pages back
-                stuck = (*self.prefilling, *order(self.policy, self.waiting, self._probe))[0]
-                self.finish(stuck, "error", NO_ROOM)
+                decodes = self._next_tokens()
+                if decodes:
+                    last = self._last
+                    return make_batch(decodes, self.allocator, self.table, last, self.moves_on)
+            elif self.has_work:  # no request runs that will give pages back
+                self.finish((*self.prefilling, *self._queue())[0], "error", NO_ROOM)
         return None
 
     def follow(self, batch: Batch) -> Batch | None:
@@ -183,9 +181,9 @@ class Scheduler:
         ending = self.waiting and len(going) < len(batch.requests)  # and a row could be taken
         if not going or ending or any(r.grammar is not None or r.penalised for r in going):
             return None
-        if not self.make_room(sum(self._new(r.length, r.length + 1) for r in going)):
-            return None
         spans = [(r, r.length, r.length + 1) for r in going]
+        if not self.make_room(spans):
+            return None
         return make_batch(spans, self.allocator, self.table, batch, self.moves_on)
 
     def process(
@@ -235,7 +233,7 @@ class Scheduler:
         if extends or decodes:
             self._emit(
                 "step",
-                kind=batch.kind,
+                kind="decode" if batch.decode else "extend",
                 extends=extends,
                 decodes=decodes,
                 sampled=got,
@@ -247,19 +245,16 @@ class Scheduler:
             )
         if ended or not batch.decode:
             with self.allocator.free_group():
-                self._after_prefill(batch)
+                for request in batch.requests:
+                    if request.state is State.PREFILL:
+                        self.cache.cache_unfinished(request)
+                for request in batch.sampled:
+                    if request.state is State.PREFILL:
+                        self.prefilling.remove(request)
+                        request.state = State.RUNNING
+                        self.running.append(request)
                 for request, reason in ended:
                     self.finish(request, reason, request.error)
-
-    def _after_prefill(self, batch: Batch) -> None:
-        for request in batch.requests:
-            if request.state is State.PREFILL:
-                self.cache.cache_unfinished(request)
-        for request in batch.sampled:
-            if request.state is State.PREFILL:
-                self.prefilling.remove(request)
-                request.state = State.RUNNING
-                self.running.append(request)
 
     def rollback(self) -> None:
         """After a step that failed: requests that hold rows wait again; their pages are cached."""
@@ -270,53 +265,61 @@ class Scheduler:
     # ---- admission
 
     @property
-    def _only_decodes(self) -> bool:
-        """Whether no prompt is being computed, and no waiting request would find a row."""
-        return not self.prefilling and not (self.waiting and self._rows_left())
+    def _row_wanted(self) -> bool:
+        """Whether a request waits, and there is a row for it."""
+        free = self.active < self.max_requests and self.table.available_size() > 0
+        return free and bool(self.waiting)
 
     def _may_admit(self) -> bool:
         """Whether the next step may do more than decode."""
-        if self._only_decodes:
-            return False
-        claimed = sum(self._growth(r) for r in self.running)
-        queue = order(self.policy, self.waiting, self._probe)
-        return bool(self.prefilling) or self._fits(queue[0], claimed)
+        if self.prefilling:
+            return True
+        return self._row_wanted and self._fits(self._queue()[0], self._claim(self.running))
 
-    def _plan_chunks(self) -> list[Span]:
-        """Requests, and from where to where each is computed in this step."""
-        if self._only_decodes:
+    def _plan_chunks(self, decodes: Sequence[Span]) -> list[Span]:
+        """Requests, and from where to where each is computed in this step, beside its decodes."""
+        if not self.prefilling and not self._row_wanted:
             return []
-        budget, beside = self.chunk_tokens, 0
-        if self.mixed:
-            budget, beside = budget - len(self.running), self._decode_need()
-        claimed = sum(self._growth(r) for r in self.running)
+        budget = self.chunk_tokens - len(decodes)
+        partial = [(r, r.computed, min(r.length, r.computed + budget)) for r in self.prefilling]
+        room = self.allocator.available_size() + self.cache.evictable_size
+        if self._need([*partial, *decodes]) > room:
+            return []  # decodes go on and will give pages back
+        claimed = self._claim(self.prefilling + self.running)
         chunks: list[Span] = []
         busy: set[Any] = set()  # beginnings that are computed in this step
-        for r in (*self.prefilling, *order(self.policy, self.waiting, self._probe)):
+        queue = [*self.prefilling, *self._queue()]
+        shares = len(queue) > 1
+        for r in queue:
             if budget < 1:
                 break
-            end = min(r.length, r.computed + budget)
             if r.state is State.WAITING:
-                if shared_key(self.cache, r, *self._probe(r)) in busy:
+                if shares and shared_key(self.cache, r, *self._probe(r)) in busy:
                     continue  # wait for that cache
-                if not self._rows_left() or not self._fits(r, claimed):
+                if not self._row_wanted or not self._fits(r, claimed):
                     break
                 self._admit(r)
-                end = min(r.length, r.computed + budget)
-            elif self._new(r.computed, end) + beside > self._room():
-                break  # decodes go on and will give pages back
-            busy |= {shared_key(self.cache, r, r.node, r.protected_len)} - {None}
-            claimed += self._new(r.computed, r.length) + self._growth(r)
+                claimed += self._claim([r])
+            if shares:
+                busy |= {shared_key(self.cache, r, r.node, r.protected_len)} - {None}
+            end = min(r.length, r.computed + budget)
             budget -= end - r.computed
             chunks.append((r, r.computed, end))
         return chunks
+
+    def _queue(self) -> Sequence[Request]:
+        """Waiting requests in the order of admission."""
+        if len(self.waiting) < 2:
+            return self.waiting
+        return order(self.policy, self.waiting, self._probe)
 
     def _fits(self, r: Request, claimed: int) -> bool:
         """Whether there is room to admit `r` beside what is claimed. It only looks: a request that
         goes on waiting does not use its prefix."""
         node, cached = self._probe(r)
         locks = self.cache.evictable_part(node, cached)  # what it locks is no longer room
-        return claimed + self._new(cached, r.length) + locks <= self._room()
+        room = self.allocator.available_size() + self.cache.evictable_size
+        return claimed + self._need([(r, cached, r.length)]) + locks <= room
 
     def _admit(self, r: Request) -> None:
         match = self.cache.match_prefix(r.token_ids[:-1] if r.cache else (), r.namespace)
@@ -337,25 +340,23 @@ class Scheduler:
     # ---- decode
 
     def _next_tokens(self) -> list[Span]:
-        return [(r, r.computed, r.end) for r in self.running]
-
-    def _make_decode_room(self) -> None:
-        """Retract the newest requests until every running one can take its next tokens."""
-        retracted = False
-        while self.running and not self.make_room(self._decode_need()):
-            if any(r.drafts for r in self.running):
-                for r in self.running:
-                    r.drop_drafts()
-                continue
-            holders = sorted((*self.running, *self.prefilling), key=lambda r: r.admission)
-            if len(holders) == 1:
-                return self.finish(holders[0], "error", TOO_LONG.format(self.allocator.size))
-            self._retract(holders[-1])
-            retracted = True
-        if retracted:
-            used = sum(r.length - r.prompt_len for r in self.running)
-            most = sum(r.capacity - r.prompt_len for r in self.running)
-            self.ratio = min(1.0, max(LEAST_RATIO, used / max(1, most)))
+        """The next tokens of every running request; the newest are retracted until all fit."""
+        spans = [(r, r.computed, r.length + r.drafts) for r in self.running]
+        if self.make_room(spans):
+            return spans
+        if any(r.drafts for r in self.running):
+            for r in self.running:
+                r.drop_drafts()
+            return self._next_tokens()
+        *_, newest = sorted((*self.running, *self.prefilling), key=lambda r: r.admission)
+        if self.active == 1:
+            self.finish(newest, "error", TOO_LONG.format(self.allocator.size))
+            return []
+        self._retract(newest)
+        used = sum(r.length - r.prompt_len for r in self.running)
+        most = sum(r.capacity - r.prompt_len for r in self.running)
+        self.ratio = min(1.0, max(LEAST_RATIO, used / max(1, most)))
+        return self._next_tokens()
 
     def _retract(self, request: Request) -> None:
         self._release(request, State.WAITING)
@@ -364,30 +365,25 @@ class Scheduler:
 
     # ---- room, in tokens of whole pages
 
-    def _new(self, start: int, end: int) -> int:
-        """Room for new pages when a request grows from `start` to `end` tokens."""
-        return (-(-end // self.page_size) + -start // self.page_size) * self.page_size
+    def _need(self, spans: Iterable[Span]) -> int:
+        """Room for the new pages of requests that grow from `start` to `end` tokens."""
+        size = self.page_size
+        return size * sum(-(-end // size) + -start // size for _, start, end in spans)
 
-    def _growth(self, r: Request) -> int:
-        """Room that a request is expected to need after its present tokens have K/V."""
-        kv = r.length if r.state is State.PREFILL else r.computed
-        return self._new(kv, kv + math.ceil(self.ratio * (r.capacity - r.length)))
+    def _claim(self, requests: Iterable[Request]) -> int:
+        """Room that requests are expected to need beyond what they have."""
+        return self._need(
+            (r, r.computed, r.length - 1 + math.ceil(self.ratio * (r.capacity - r.length)))
+            for r in requests
+        )
 
-    def _decode_need(self) -> int:
-        return sum(self._new(start, end) for _, start, end in self._next_tokens())
-
-    def _room(self) -> int:
-        return self.allocator.available_size() + self.cache.evictable_size
-
-    def make_room(self, tokens: int) -> bool:
-        """Evict until `tokens` are free; False when they cannot be."""
-        short = tokens - self.allocator.available_size()
+    def make_room(self, spans: Sequence[Span]) -> bool:
+        """Evict until there is room for these tokens; False when there cannot be."""
+        need = self._need(spans)
+        short = need - self.allocator.available_size()
         if short > 0:
             self.cache.evict(short)
-        return self.allocator.available_size() >= tokens
-
-    def _rows_left(self) -> bool:
-        return self.active < self.max_requests and self.table.available_size() > 0
+        return self.allocator.available_size() >= need
 
     def _probe(self, r: Request) -> tuple[Any, int]:
         stats = self.cache.stats

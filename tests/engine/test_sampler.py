@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0)
 
 def request(params=GREEDY, prompt=(1,), output=(), seed=0):
     r = Request(1, list(prompt), params, max_length=1000)
-    r._tokens = np.concatenate([r._tokens, np.zeros(64, np.int64)])
+    r.tokens = np.concatenate([r.tokens, np.zeros(64, np.int64)])
     r.extend(output)
     r.seed = params.seed if params.seed is not None else seed
     return r

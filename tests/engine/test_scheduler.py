@@ -168,7 +168,7 @@ def test_b48_a_retracted_request_prefills_all_it_had(cache):
     assert r.state is State.WAITING
     batch = engine.step()
     cached = 4 if cache else 0  # one whole page of its own
-    assert batch.kind == "extend"
+    assert not batch.decode
     assert batch.positions.tolist() == list(range(cached, 7))
     assert r.length == 8
     engine.run()
@@ -341,12 +341,12 @@ def test_mixed_batches_decode_beside_the_chunks():
     a = engine.add([1, 2, 3], max_tokens=10)
     engine.step()
     b = engine.add(range(20), max_tokens=3)
-    kinds = []
+    steps = []
     while engine.scheduler.has_work:
         batch = engine.step()
-        kinds.append((batch.kind, (batch.seq_lens - batch.prefix_lens).tolist()))
-    assert kinds[0] == ("extend", [5, 1])
-    assert all(sum(lens) <= 6 for _, lens in kinds)
+        steps.append((batch.decode, (batch.seq_lens - batch.prefix_lens).tolist()))
+    assert steps[0] == (False, [5, 1])
+    assert all(sum(lens) <= 6 for _, lens in steps)
     assert [a.output_ids.tolist(), b.output_ids.tolist()] == [
         solo([1, 2, 3], 10),
         solo(range(20), 3),
@@ -439,8 +439,8 @@ def test_a_decode_step_of_the_same_requests_looks_nothing_up(monkeypatch) -> Non
         looked_up.clear()
         batch = engine.step()
         changed = (
-            batch.kind == "extend"
-            or engine.batches[-2].kind == "extend"
+            not batch.decode
+            or not engine.batches[-2].decode
             or before != engine.batches[-2].requests
         )
         assert bool(looked_up) == changed
