@@ -3,10 +3,10 @@ text streams out.
 
 Read in this order: ``params``, ``request`` and ``batch`` (what travels); ``policy`` and
 ``scheduler`` (what runs next); ``step`` (what a step computes), ``sampling`` and ``sampler`` (which
-token), ``grammar`` (which tokens may come); ``text`` (tokens to text); ``loop`` (one step after the
-other) and ``turns`` (one caller at a time); ``llm`` (what callers see); ``events`` and ``stats``
-(what can be measured). Beside them: ``prompts`` and ``options`` (what callers pass), ``tokens`` and
-``cuts`` (kernels of the choice).
+token), ``grammar`` (which tokens may come); ``text`` (prompts to tokens, tokens to text); ``loop``
+(one step after the other, one caller at a time); ``llm`` (what callers see); ``events`` (what can
+be measured). Beside them: ``options`` (what an engine is built with), ``tokens`` and ``cuts``
+(kernels of the choice).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from minikv.engine.batch import Batch
-from minikv.engine.events import EventLog
+from minikv.engine.events import EventLog, Stats
 from minikv.engine.params import SamplingParams
 from minikv.engine.request import Delta, Output, Request, State, Timing, TokenLogprob
 from minikv.engine.scheduler import Scheduler
-from minikv.engine.stats import Stats
 from minikv.engine.text import TextStream
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from minikv import models
 from minikv.attention.backend import AttentionBackend
 from minikv.device import pick_device
-from minikv.engine.events import EventLog
+from minikv.engine.events import EventLog, Stats
 from minikv.engine.grammar import Grammars
 from minikv.engine.loop import Loop
 from minikv.engine.options import (
@@ -25,12 +25,10 @@ from minikv.engine.options import (
     pool_size,
 )
 from minikv.engine.params import SamplingParams
-from minikv.engine.prompts import prompt_ids, split_prompts
 from minikv.engine.request import Delta, Output, Request, State
 from minikv.engine.scheduler import Scheduler
-from minikv.engine.stats import Stats
 from minikv.engine.step import step_runner
-from minikv.engine.text import TextStream
+from minikv.engine.text import TextStream, prompt_ids, split_prompts
 from minikv.errors import ArgumentError, StateError
 from minikv.graphs.runner import GraphRunner
 from minikv.memory import PagedAllocator, RequestTable
@@ -216,17 +214,25 @@ class LLM:
         if len(each) != len(prompts) or not all(isinstance(p, SamplingParams) for p in each):
             remedy = f"give one SamplingParams, or a list of {len(prompts)}, one per prompt"
             raise ArgumentError("params", params, remedy)
-        results = [self._try_request(prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+        results: list[Request | Output] = []
+        for prompt, one in zip(prompts, each, strict=True):
+            try:
+                results.append(self._request(prompt, one))
+            except ArgumentError as e:
+                output = Output(next(self._ids), [], finish_reason="error", error=str(e))
+                if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
+                    output.prompt_token_ids = list(prompt)
+                results.append(output)
         pending = [r for r in results if isinstance(r, Request)]
         try:
-            with self.loop.turn():
+            with self.loop.turn:
                 for request in pending:
                     self.scheduler.add(request)
             while pending := [r for r in pending if r.state is not State.FINISHED]:
                 self.step(keep_news=True)
         finally:  # an interrupt leaves no request behind
             if pending:
-                self.loop.end(pending)
+                self.loop.abort(*(r.id for r in pending))
         return [r.output() if isinstance(r, Request) else r for r in results]
 
     def stream(self, prompt: Any, params: SamplingParams | None = None) -> Iterator[Delta]:
@@ -242,7 +248,7 @@ class LLM:
     def _stream(self, request: Request) -> Iterator[Delta]:
         news = request.sink = deque[Delta]()
         try:
-            with self.loop.turn():
+            with self.loop.turn:
                 self.scheduler.add(request)
             while True:
                 while news:
@@ -253,7 +259,7 @@ class LLM:
                 self.step(keep_news=True)
         finally:
             if request.state is not State.FINISHED:
-                self.loop.end([request])
+                self.loop.abort(request.id)
 
     def astream(self, prompt: Any, params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """:meth:`stream` for ``async for``: steps run in a worker thread, so that the event loop
@@ -285,7 +291,7 @@ class LLM:
         """
         request = self._request(prompt, params)
         request.sink = self._news
-        with self.loop.turn():
+        with self.loop.turn:
             self.scheduler.add(request)
         return request.id
 
@@ -322,9 +328,8 @@ class LLM:
         this one raises StateError."""
         loop, events = self.__dict__.get("loop"), self.__dict__.get("events")
         if loop is not None and events is not None:
-            with loop.turn():
-                now = loop.scheduler
-                loop.end([*now.waiting, *now.prefilling, *now.running])
+            now = loop.scheduler
+            loop.abort(*(r.id for r in (*now.waiting, *now.prefilling, *now.running)))
             events.close()
             self.__dict__.clear()
             self._closed = True
@@ -343,7 +348,7 @@ class LLM:
     def stats(self) -> Stats:
         """Counters since the start and levels of now; ``.prometheus()`` gives Prometheus' text
         format."""
-        with self.loop.turn():
+        with self.loop.turn:
             return self._stats.snapshot(
                 waiting=len(self.scheduler.waiting),
                 running=self.scheduler.active,
@@ -356,44 +361,32 @@ class LLM:
 
     # ---- requests in, text out
 
-    def _try_request(self, prompt: Any, params: SamplingParams) -> Request | Output:
-        try:
-            return self._request(prompt, params)
-        except ArgumentError as e:
-            output = Output(next(self._ids), [], finish_reason="error", error=str(e))
-            if isinstance(prompt, list) and all(isinstance(i, int) for i in prompt):
-                output.prompt_token_ids = list(prompt)
-            return output
-
     def _request(self, prompt: Any, params: SamplingParams | None) -> Request:
-        with self.loop.turn():
+        """A request that can run; what is refused is told as an event, too."""
+        with self.loop.turn:
             try:
-                return self._checked(prompt, SamplingParams() if params is None else params)
+                if params is None:
+                    params = SamplingParams()
+                if not isinstance(params, SamplingParams):
+                    raise ArgumentError("params", params, "give a SamplingParams")
+                vocab = self.config.vocab_size
+                ids = prompt_ids(prompt, self.tokenizer, vocab)
+                self.scheduler.check_prompt(len(ids))
+                outside = f"is outside the vocabulary of {vocab} ids"
+                for name in ("logit_bias", "stop_token_ids"):
+                    for token in getattr(params, name) or ():
+                        whole(name, token, 0, vocab - 1, outside)
+                stop_ids = frozenset(params.stop_token_ids)
+                if not params.ignore_eos:
+                    stop_ids |= self.tokenizer.eos_ids
+                text = TextStream(self.tokenizer, params.stop, params.keep_stop)
+                most = self.scheduler.max_context + 1
+                request = Request(next(self._ids), ids, params, stop_ids, most, text=text)
+                if params.json_schema is not None:
+                    request.grammar = self.grammars.start(params.json_schema)
+                if params.seed is None:
+                    request.seed = (self.seed << 32) + request.id
+                return request
             except ArgumentError as e:
                 self.events("refuse", error=str(e))
                 raise
-
-    def _checked(self, prompt: Any, params: SamplingParams) -> Request:
-        if not isinstance(params, SamplingParams):
-            raise ArgumentError("params", params, "give a SamplingParams")
-        vocab, schema = self.config.vocab_size, params.json_schema
-        ids = prompt_ids(prompt, self.tokenizer, vocab)
-        self.scheduler.check_prompt(len(ids))
-        for name in ("logit_bias", "stop_token_ids"):
-            for token in getattr(params, name) or ():
-                whole(name, token, 0, vocab - 1, f"is outside the vocabulary of {vocab} ids")
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.tokenizer.eos_ids
-        request = Request(
-            next(self._ids),
-            ids,
-            params,
-            stop_ids,
-            max_length=self.scheduler.max_context + 1,
-            grammar=None if schema is None else self.grammars.start(schema),
-            text=TextStream(self.tokenizer, params.stop, params.keep_stop),
-        )
-        if params.seed is None:
-            request.seed = (self.seed << 32) + request.id
-        return request

@@ -3,24 +3,95 @@
 Where the next batch is known before the tokens of this one are, it is launched first, so that the
 device never waits for Python; SGLang's and vLLM's overlapped schedulers do the same. If a request
 turns out to have ended, its row was computed in vain, into a slot that is freed with the others.
+
+Threads take turns, and Ctrl-C waits for the end of a turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from minikv.engine.batch import Batch, settle
-from minikv.engine.request import Request, State
 from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
-from minikv.engine.turns import Turns
 from minikv.errors import StateError
 from minikv.graphs.runner import GraphRunner
 from minikv.kernels.staging import Landing
+
+
+class Turns:
+    """A re-entrant lock that threads get in the order in which they asked for it.
+
+    A page that was taken but is in no table yet is lost if the code between is left. So what
+    changes an engine happens within a turn, which neither an interrupt nor another thread can
+    enter.
+
+    It is handed over, so a thread that asks again at once cannot overtake one that waits. While the
+    main thread waits for it or holds it, SIGINT (Ctrl-C) is kept, and its handler runs afterwards;
+    Python never interrupts other threads.
+
+    Parameters
+    ----------
+    at_end
+        What each turn ends with.
+
+    Attributes
+    ----------
+    depth
+        How often the thread that holds it has entered it; 0 when it is free.
+    """
+
+    def __init__(self, at_end: Callable[[], None] | None = None) -> None:
+        self.depth = 0
+        self._at_end = at_end
+        self._owner: int | None = None
+        self._waiting: deque[threading.Lock] = deque()  # a locked gate for each thread that waits
+        self._guard = threading.Lock()
+        self._handler: Any = None
+        self._missed: list[tuple] = []
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            if me == threading.main_thread().ident:
+                self._missed = missed = []
+                self._handler = signal.signal(signal.SIGINT, lambda *seen: missed.append(seen))
+            gate = None
+            with self._guard:
+                if self._owner is None:
+                    self._owner = me
+                else:
+                    gate = threading.Lock()
+                    gate.acquire()
+                    self._waiting.append(gate)
+            if gate is not None:
+                gate.acquire()  # the thread before opens it
+                self._owner = me
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self.depth == 1 and self._at_end is not None:
+                self._at_end()
+        finally:
+            self.depth -= 1
+            if self.depth == 0:
+                with self._guard:
+                    self._owner = None
+                    if self._waiting:
+                        self._owner = -1  # the next one, which is about to wake up
+                        self._waiting.popleft().release()
+                if threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGINT, self._handler)
+                    if self._missed and callable(self._handler):
+                        self._handler(*self._missed[0])
 
 
 @dataclass
@@ -43,6 +114,8 @@ class Loop:
 
     Attributes
     ----------
+    turn
+        What nothing else may come between; deltas are delivered at its end.
     flight
         The step that was launched before its turn, if there is one.
     steps
@@ -52,38 +125,17 @@ class Loop:
     def __init__(self, scheduler: Scheduler, runner: GraphRunner, overlaps: bool) -> None:
         self.scheduler, self.runner, self.overlaps = scheduler, runner, overlaps
         self.sampler, self.landing = Sampler(), Landing(scheduler.table.device)
-        self.turns = Turns()
+        self.turn = Turns(self._settle)
         self.flight = None
         self.steps = 0
         self._aborts: list[int] = []
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """What nothing else may come between; deltas are delivered at its end."""
-        with self.turns:
-            try:
-                yield
-            finally:
-                if self.turns.depth == 1:
-                    while self._aborts:
-                        self.scheduler.abort(self._aborts.pop(0))
-                    self._deliver()
-                    if not self.scheduler.has_work:
-                        self.flight = None  # its requests have ended
-
-    def abort(self, id: int) -> bool:
-        """End a request with this turn, or with the one that is under way; False: there is none."""
-        with self.turn():
-            found = self.scheduler.find(id) is not None
-            if found:
-                self._aborts.append(id)
-        return found
-
-    def end(self, requests: Sequence[Request]) -> None:
-        """Abort those that have not ended."""
-        with self.turn():
-            for request in requests:
-                self.scheduler.abort(request.id)
+    def abort(self, *ids: int) -> bool:
+        """End requests with this turn, or with the one that is under way; False: there is none."""
+        with self.turn:
+            found = [id for id in ids if self.scheduler.find(id) is not None]
+            self._aborts += found
+        return bool(found)
 
     def step(self) -> None:
         """Run one step: schedule, run the model, record, tell.
@@ -91,10 +143,10 @@ class Loop:
         Threads that wait for one while another thread runs one share the next.
         """
         seen = self.steps
-        with self.turn():
+        with self.turn:
             if self.steps != seen:
                 return  # a whole step has run since
-            if self.turns.depth > 1:
+            if self.turn.depth > 1:
                 raise StateError("event listeners cannot run steps: one is under way")
             self.steps += 1
             try:
@@ -111,7 +163,6 @@ class Loop:
                 self.flight = None
                 self.scheduler.rollback()
                 raise
-            self._deliver(flight.batch)
 
     def _start(self, batch: Batch | None) -> Flight | None:
         """Launch a step; nothing waits for it."""
@@ -136,10 +187,13 @@ class Loop:
                 self.scheduler.table.last_tokens[rows] = tokens.clamp_min(0)
             return Flight(batch, self.landing.send(out))
 
-    def _deliver(self, batch: Batch | None = None) -> None:
-        """Deltas of the requests that got tokens, and of those that ended, to their callers."""
-        going = [r for r in batch.sampled if r.state is State.RUNNING] if batch else []
-        for request in (*going, *self.scheduler.ended):
+    def _settle(self) -> None:
+        """What a turn ends with: aborts that were asked for, and deltas to their callers."""
+        while self._aborts:
+            self.scheduler.abort(self._aborts.pop(0))
+        for request in dict.fromkeys(self.scheduler.news):
             if request.sink is not None:
                 request.sink.append(request.delta())
-        self.scheduler.ended.clear()
+        self.scheduler.news.clear()
+        if not self.scheduler.has_work:
+            self.flight = None  # its requests have ended

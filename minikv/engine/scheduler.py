@@ -49,8 +49,8 @@ class Scheduler:
     ----------
     waiting, prefilling, running
         Requests by state. Between steps at most one is in `prefilling`: the partial request.
-    ended
-        Requests that ended and whose last delta is still to be delivered.
+    news
+        Requests that got tokens or ended, whose delta is still to be delivered.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
-        self.ended: list[Request] = []
+        self.news: list[Request] = []
         self.ratio = RATIO
         self.moves_on = False  # whether what runs the steps can move their inputs on by itself
         self._emit = emit or (lambda event, **fields: None)
@@ -132,7 +132,7 @@ class Scheduler:
         self._release(request, State.FINISHED)
         request.finish_reason, request.error = reason, error
         request.timing.finished = time.perf_counter()
-        self.ended.append(request)
+        self.news.append(request)
         generated = request.length - request.prompt_len
         self._emit("finish", id=request.id, reason=reason, generated=generated)
 
@@ -227,7 +227,9 @@ class Scheduler:
                 request.logprobs += logprobs[i][: request.length - length]
             if reason:
                 ended.append((request, reason))
-            elif request.computed < computed:  # drafts that were not accepted
+                continue
+            self.news.append(request)
+            if request.computed < computed:  # drafts that were not accepted
                 tail = self.table.truncate(request.row, request.computed)
                 self.allocator.free(tail[-request.computed % self.page_size :])
         if extends or decodes:

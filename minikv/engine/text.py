@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: no half characters, no stop strings, nothing held back for ever.
+"""Text to tokens, and tokens to text, piece by piece: no half characters, no stop strings, nothing held back for ever.
 
 A token may hold part of a UTF-8 character, so token texts cannot simply be joined. A short window
 of recent tokens is decoded at each step; what an unfinished character shows at its end (U+FFFD, at
@@ -13,9 +13,70 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from minikv.errors import ArgumentError, Error
+from minikv.numbers import is_id
+
+REMEDY = "use a text, a list of token ids, or a list of chat messages (dicts with role and content)"
+BYTES = (bytes, bytearray, memoryview)  # neither a text nor ids: which of the two is meant?
 UNFINISHED = "\ufffd"
 MAX_HELD = 3  # a UTF-8 character has at most three bytes before its last one
 KEEP, WINDOW = 8, 24  # tokens kept when the window is cut, and its longest length
+
+
+def split_prompts(prompts: Any) -> list[Any]:
+    """One entry per prompt: a text, a list of ids or a chat (a list of messages) is one prompt, a
+    list of those many.
+
+    Examples
+    --------
+    >>> split_prompts("hi"), split_prompts([1, 2]), split_prompts([[1], "hi", []])
+    (['hi'], [[1, 2]], [[1], 'hi', []])
+    >>> split_prompts([{"role": "user", "content": "hi"}])
+    [[{'role': 'user', 'content': 'hi'}]]
+    """
+    if isinstance(prompts, (str, Mapping, *BYTES)) or not hasattr(prompts, "__iter__"):
+        return [prompts]
+    if hasattr(prompts, "ndim"):  # an array or tensor: ids of one prompt, or one row each
+        return [prompts] if prompts.ndim < 2 else list(prompts)
+    prompts = list(prompts)
+    if prompts and (isinstance(prompts[0], Mapping) or is_id(prompts[0])):
+        return [prompts]
+    return prompts
+
+
+def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int) -> np.ndarray:
+    """Token ids of one prompt, int64 `[n]`; n may be 0.
+
+    Raises
+    ------
+    ArgumentError
+        For anything that is no prompt, and for ids outside the vocabulary.
+    """
+    try:
+        if isinstance(prompt, str):
+            ids = tokenizer.encode(prompt)
+        elif isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+            ids = tokenizer.chat(list(prompt))
+        else:
+            as_list = getattr(prompt, "tolist", None)  # arrays and tensors
+            if as_list is None and not hasattr(prompt, "__iter__"):
+                raise ArgumentError("prompt", prompt, REMEDY)
+            ids = list(prompt) if as_list is None else as_list()
+            if isinstance(prompt, (Mapping, *BYTES)) or not all(map(is_id, ids)):
+                raise ArgumentError("prompt", prompt, REMEDY)
+        array = np.array(ids, dtype=np.int64)
+    except Error:
+        raise
+    except Exception as e:  # a tokenizer or a chat template failed
+        why = f"could not be turned into tokens: {type(e).__name__}: {e}"
+        raise ArgumentError("prompt", prompt, why) from e
+    outside = array[(array < 0) | (array >= vocab_size)]
+    if outside.size:
+        remedy = f"is outside the vocabulary; ids are 0..{vocab_size - 1}"
+        raise ArgumentError("prompt", int(outside[0]), remedy)
+    return array
 
 
 class TextStream:

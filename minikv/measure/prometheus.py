@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minikv.engine.stats import Stats
+from minikv.engine.events import Stats
 from minikv.errors import StateError
 
 _COUNTERS = {

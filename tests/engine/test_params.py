@@ -11,7 +11,7 @@ import torch
 
 from minikv import Error
 from minikv.engine import SamplingParams, grammar
-from minikv.engine.prompts import prompt_ids, split_prompts
+from minikv.engine.text import prompt_ids, split_prompts
 from minikv.errors import ArgumentError
 
 

@@ -10,9 +10,9 @@ from harness import Engine
 
 from minikv import LLM, SamplingParams
 from minikv.engine import Request, Sampler
+from minikv.engine.events import Histogram, Stats
 from minikv.engine.policy import LPM_LIMIT
 from minikv.engine.scheduler import DECAY, LEAST_RATIO
-from minikv.engine.stats import Histogram, Stats
 from minikv.engine.text import TextStream
 
 LETTERS = dict(enumerate("abcdefghij"))

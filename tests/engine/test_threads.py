@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from minikv import LLM, SamplingParams
-from minikv.engine.turns import Turns
+from minikv.engine.loop import Turns
 
 PROMPTS = [[i, 3, i + 1, *range(i)] for i in range(24)]
 PARAMS = [

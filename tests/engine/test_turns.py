@@ -12,7 +12,7 @@ from worlds import give_graphs
 
 from minikv import LLM, SamplingParams
 from minikv.engine import Request
-from minikv.engine.turns import Turns
+from minikv.engine.loop import Turns
 from minikv.errors import StateError
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [9] * 13]

@@ -13,7 +13,7 @@ from reading import BESIDE, FLOORS, GROUND, PACKAGE, TOP, Import, imports_of, ro
 FILES = sorted(PACKAGE.rglob("*.py"))
 CALLS_UP = {
     ("device.py", "minikv.report"),  # doctor() prints it
-    ("engine/stats.py", "minikv.measure.prometheus"),  # stats().prometheus()
+    ("engine/events.py", "minikv.measure.prometheus"),  # stats().prometheus()
     ("memory/allocator.py", "minikv.viz"),  # these three draw themselves in a notebook
     ("memory/table.py", "minikv.viz"),
     ("prefix/tree.py", "minikv.viz"),
