@@ -44,6 +44,8 @@ class Batch:
         How many steps ago `out_slots` were those of the batch: where it only continues the step
         before, in the pages that its requests have, each slot is one more than in that step, and
         the step that runs it notes the slots in the request table.
+    metadata
+        What ``AttentionBackend.prepare`` found for it; None where a graph brings its own.
     knobs, mask
         What a graph that samples reads: float64 `[n * 5]` and int32 `[n * ceil(vocab / 32)]`, see
         :mod:`minikv.engine.sampling`; None where its variant does not read them.
@@ -63,6 +65,7 @@ class Batch:
     knobs: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     continues: int = 0
+    metadata: Any = None
 
     @property
     def num_tokens(self) -> int:

@@ -175,7 +175,9 @@ class LLM:
         )
         self.grammars = Grammars(self.tokenizer, config.vocab_size)
         runner = step_runner(graphs, self.decoder, self.attention, max_requests, progress)
-        self.loop = Loop(self.scheduler, runner, overlaps=self.device.type == "cuda")
+        self.loop = Loop(
+            self.scheduler, self.attention, runner, overlaps=self.device.type == "cuda"
+        )
         self.scheduler.moves_on = runner.replays and hasattr(runner.step, "move_on")
         self._ids = itertools.count(1)
         self._news: deque[Delta] = deque()  # deltas of requests that add() took

@@ -15,9 +15,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
+from minikv.attention.backend import AttentionBackend
 from minikv.engine.batch import Batch, settle
 from minikv.engine.sampler import Sampler
 from minikv.engine.scheduler import Scheduler
@@ -40,7 +42,7 @@ class Turns:
     Parameters
     ----------
     at_end
-        What each turn ends with.
+        A method that each turn ends with; its object is not kept alive.
 
     Attributes
     ----------
@@ -50,7 +52,7 @@ class Turns:
 
     def __init__(self, at_end: Callable[[], None] | None = None) -> None:
         self.depth = 0
-        self._at_end = at_end
+        self._at_end = WeakMethod(at_end) if at_end else None
         self._owner: int | None = None
         self._waiting: deque[threading.Lock] = deque()  # a locked gate for each thread that waits
         self._guard = threading.Lock()
@@ -78,8 +80,9 @@ class Turns:
 
     def __exit__(self, *error: object) -> None:
         try:
-            if self.depth == 1 and self._at_end is not None:
-                self._at_end()
+            at_end = self._at_end() if self._at_end and self.depth == 1 else None
+            if at_end is not None:
+                at_end()
         finally:
             self.depth -= 1
             if self.depth == 0:
@@ -107,8 +110,8 @@ class Loop:
 
     Parameters
     ----------
-    scheduler, runner
-        What runs next, and what runs it.
+    scheduler, attention, runner
+        What runs next, how it attends, and what runs it.
     overlaps
         Whether a step is launched before the tokens of the one before it are read.
 
@@ -122,8 +125,15 @@ class Loop:
         Steps that were begun.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: GraphRunner, overlaps: bool) -> None:
-        self.scheduler, self.runner, self.overlaps = scheduler, runner, overlaps
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        attention: AttentionBackend,
+        runner: GraphRunner,
+        overlaps: bool,
+    ) -> None:
+        self.scheduler, self.attention = scheduler, attention
+        self.runner, self.overlaps = runner, overlaps
         self.sampler, self.landing = Sampler(), Landing(scheduler.table.device)
         self.turn = Turns(self._settle)
         self.flight = None
@@ -173,6 +183,8 @@ class Loop:
             if variant not in self.runner.variants:
                 variant = "logits"
             self.sampler.fill(batch, variant)
+            if not (batch.decode and self.runner.can_run(len(batch.requests))):
+                batch.metadata = self.attention.prepare(batch)
             out = None
             if batch.continues:
                 out = self.runner.again(batch, variant)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from minikv.engine.grammar import check_schema
@@ -145,18 +144,18 @@ class SamplingParams:
         for name, value in kept.items():
             object.__setattr__(self, name, value)
 
-    @cached_property
+    @property
     def greedy(self) -> bool:
         """Whether every token is the first maximum of the (biased, penalised) logits."""
         return self.temperature == 0
 
-    @cached_property
+    @property
     def penalises(self) -> bool:
         """Whether the tokens so far change the logits of the next one."""
         spent = self.presence_penalty != 0 or self.frequency_penalty != 0
         return spent or self.repetition_penalty != 1.0
 
-    @cached_property
+    @property
     def edits_logits(self) -> bool:
         """Whether the logits are changed before a token is chosen from them."""
         return bool(self.logit_bias) or self.penalises

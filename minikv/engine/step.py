@@ -150,7 +150,9 @@ class ModelStep:
         def there(tensor: Tensor | None) -> Any:
             return None if tensor is None else to_device(tensor, self.attention.device)
 
-        metadata, keep = self.attention.prepare(batch), self.kept(hidden, layers)
+        metadata, keep = batch.metadata, self.kept(hidden, layers)
+        if metadata is None:
+            metadata = self.attention.prepare(batch)
         token_ids, positions, rows = map(there, (batch.token_ids, batch.positions, batch.rows))
         logits_at = None
         if not batch.decode:

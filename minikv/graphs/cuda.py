@@ -112,7 +112,8 @@ class CudaGraphRunner(GraphRunner):
         """Graphs of these variants in all sizes; if one fails, none of any variant are left."""
         self._loaded = None, 0
         self._waiting.difference_update(variants)
-        held, failure, at = self._recorder.held(), "", ("", 0)
+        held = self._recorder.held()
+        failure, at = "", ("", 0)
         saved = {name: t.clone() for name, t in self.state.items()}
         sizes = tqdm(
             self.capture_order(), "capture", unit="graph", disable=None if self.progress else True

@@ -111,12 +111,8 @@ class GraphRunner:
         self.variants, self.sizes = tuple(variants), sorted({int(size) for size in batch_sizes})
         self.later = tuple(v for v in self.variants if v in later)
         self.padding, self.tokens_per_row = padding, tokens_per_row
-        self.state, self.watch, self.debug, self.progress = (
-            dict(state or {}),
-            watch,
-            debug,
-            progress,
-        )
+        self.state, self.watch = dict(state or {}), watch
+        self.debug, self.progress = debug, progress
         self.hidden, self.layers = hidden, LAST  # which states the graphs return
         self.outputs, self.owned = outputs, owned
         if not self.variants or tokens_per_row < 1 or (self.sizes and self.sizes[0] < 1):

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from harness import Around
 from model_standins import full_logits
 
 from minikv import LLM, SamplingParams
@@ -87,8 +88,7 @@ def test_compiled_logits_are_the_eager_ones_in_every_size() -> None:
         assert (got - decode(batch)).abs().max() <= 1e-4
         return got
 
-    both_ways.variants = ("logits",)
-    llm.loop.runner = both_ways
+    llm.loop.runner = Around(runner, both_ways, variants=("logits",))
     ends = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (4, 8)]
     llm.generate(
         [[1, 2, 3], [9, 8, 7]], ends
@@ -182,8 +182,7 @@ def test_p02_replay_equals_eager_for_every_size_shrinking_and_growing(dtype) -> 
             errors.append(float((eager.cpu().double() - torch.stack(want)).abs().max()))
         return got
 
-    both_ways.stats, both_ways.variants = runner.stats, ("logits",)
-    llm.loop.runner = both_ways
+    llm.loop.runner = Around(runner, both_ways, variants=("logits",))
     ends = [SamplingParams(max_tokens=2 + 2 * i, temperature=0, ignore_eos=True) for i in range(9)]
     llm.generate([[1 + i, 2, 3 + i] for i in range(9)], ends)  # 9, 9, 8, 8, ... 1
     for i in range(9):  # 1, 2, 3, ...

@@ -287,8 +287,7 @@ def test_each_replay_draws_what_the_eager_sampler_draws_from_its_logits(model, d
         seen.add((variant, size))
         return out
 
-    both.variants, both.stats = r.variants, r.stats
-    llm.loop.runner = both
+    llm.loop.runner = Around(r, both)
     llm._request, make = (lambda *a: ruled(make(*a))), llm._request
     llm.generate(PROMPTS, many([*MIXED[:5], *TELLING]))
     assert {variant for variant, _ in seen} >= {"logprobs", "grammar"}

@@ -148,6 +148,9 @@ class Forced:
     def variant(self, requests):
         return "logits"
 
+    def fill(self, batch, variant):
+        pass
+
     def choose(self, logits, requests, batch):
         said = torch.tensor([self.texts[r.id][r.length - r.prompt_len] for r in requests])
         self.positions += len(said)

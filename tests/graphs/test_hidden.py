@@ -76,11 +76,11 @@ def full_pass(llm: LLM, batch: Batch, hidden: Hidden, keep: tuple[int, ...]) -> 
     """The states of a batch's tokens by a pass over each request from its first token on."""
     decoder, found = llm.decoder, []
     for r, start, end in zip(batch.requests, batch.prefix_lens, batch.seq_lens, strict=True):
-        ids = torch.as_tensor(r.tokens(0, int(end))).to(llm.device)
+        ids = torch.as_tensor(r.tokens[: int(end)]).to(llm.device)
         dense = DenseAttention().begin((0, len(ids)))
         positions = torch.arange(len(ids), device=llm.device)
         options = decoder.attention_layers
-        states: Any = decoder.hidden_states(ids, positions, dense, options, keep)[1]
+        states: Any = decoder(ids, positions, dense, options, None, keep)[1]
         found.append(states[-1:] if hidden is Hidden.LAST else states[int(start) :])
     return torch.cat(found)
 
@@ -90,7 +90,7 @@ class Watched:
 
     def __init__(self, llm: LLM, hidden: Hidden, layers: tuple[int, ...]) -> None:
         self.llm, self.hidden, self.layers, self.runner = llm, hidden, layers, llm.runner
-        self.variants, self.seen = llm.runner.variants, []
+        self.variants, self.can_run, self.seen = llm.runner.variants, llm.runner.can_run, []
         llm.loop.runner, llm.loop.overlaps = self, False
 
     def __call__(self, batch: Batch, variant: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import unwrap
 from types import CodeType
 
 import pytest
@@ -20,15 +21,15 @@ MAIN_PATH = {
     "Scheduler.next_batch": Scheduler.next_batch,
     "RadixCache.match_prefix": RadixCache.match_prefix,
     "PagedAllocator.alloc_extend": PagedAllocator.alloc_extend,
-    "GraphRunner.__call__": GraphRunner.__call__,
     "AttentionBackend.prepare": AttentionBackend.prepare,
+    "GraphRunner.__call__": GraphRunner.__call__,
     "Decoder.forward": Decoder.forward,
     "Sampler.read": Sampler.read,
     "Scheduler.process": Scheduler.process,
     "RadixCache.cache_finished": RadixCache.cache_finished,
 }
 MOST_FUNCTIONS, MOST_FILES = 110, 28
-FUNCTIONS_TODAY, FILES_TODAY = 155, 37
+FUNCTIONS_TODAY, FILES_TODAY = 136, 32
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def path() -> dict[CodeType, int]:
 
 
 def test_the_main_path_is_met_in_its_order(path) -> None:
-    names = {function.__code__: name for name, function in MAIN_PATH.items()}
+    names = {unwrap(function).__code__: name for name, function in MAIN_PATH.items()}
     assert [names[code] for code in path if code in names] == list(MAIN_PATH)
 
 
