@@ -183,14 +183,14 @@ class Loop:
             if variant not in self.runner.variants:
                 variant = "logits"
             self.sampler.fill(batch, variant)
-            if not (batch.decode and self.runner.can_run(len(batch.requests))):
-                batch.metadata = self.attention.prepare(batch)
             out = None
             if batch.continues:
                 out = self.runner.again(batch, variant)
                 if out is None:
                     settle(batch, self.scheduler.table)
             if out is None:
+                if not (batch.decode and self.runner.can_run(len(batch.requests))):
+                    batch.metadata = self.attention.prepare(batch)
                 out = self.runner(batch, variant)
             if variant == "logits":
                 out = self.sampler.choose(out, batch.sampled, batch)
