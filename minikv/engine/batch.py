@@ -157,6 +157,7 @@ def continued(last: Batch, table: Any) -> Batch:
         "prefix_lens": last.seq_lens,
         "seq_lens": lens,
         "continues": last.continues + 1,
+        "metadata": None,
     }
     return Batch(**vars(last) | new)
 

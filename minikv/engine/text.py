@@ -1,6 +1,6 @@
 """Text to tokens, and tokens to text, piece by piece.
 
-No half characters, no stop strings, and nothing is held back for ever.
+No half character and no stop string comes out, and nothing is held back for ever.
 
 A token may hold part of a UTF-8 character, so token texts cannot simply be joined. A short window
 of recent tokens is decoded at each step; what an unfinished character shows at its end (U+FFFD, at

@@ -15,7 +15,7 @@ from reading import PACKAGE, crowded_assignments, floor_files, forbidden_words, 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHT = 6550
 """What floors 0 to 7 may weigh together."""
-WEIGHT_TODAY = 7590
+WEIGHT_TODAY = 7585
 """What they weigh; it only falls."""
 PEOPLE = "nobody|whoever|somebody|amid"
 """Comments are sentences about tokens, callers, rows: not about people."""
